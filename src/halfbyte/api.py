@@ -1,0 +1,120 @@
+"""The verbs of the command line for Python. Imports happen inside, so that each verb loads only what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfbyte.errors import HalfbyteError
+
+if TYPE_CHECKING:
+    import torch
+
+    from halfbyte.audit.inspection import Inspection
+    from halfbyte.audit.verification import Verification
+    from halfbyte.evaluation.evaluate import Evaluation
+    from halfbyte.quantization.job import QuantizationResult
+    from halfbyte.recipe import Recipe
+
+
+def quantize(
+    model: Path | str,
+    out: Path | str,
+    scheme: str | None = None,
+    *,
+    recipe: Recipe | Path | str | None = None,
+    ignore: Sequence[str] = (),
+    clip: str | None = None,
+    tp: int = 1,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    on_progress: Callable[[float, str], None] | None = None,
+    on_start: Callable[[float], None] | None = None,
+) -> QuantizationResult:
+    """Quantize a checkpoint without data, weight by weight, into ``out``.
+
+    model: a local Hugging Face checkpoint directory in 16- or 32-bit floating point.
+    scheme: a preset of :data:`halfbyte.schemes.PRESETS`; ``w4a8`` unless a recipe says otherwise.
+    recipe: rules per layer, as an object or a YAML file; ``scheme``, ``ignore`` and ``clip`` change it.
+    clip: ``mse`` narrows each range to the least squared error, ``none`` covers the largest weight.
+    tp: tensor-parallel ranks that will serve the result; sizes that would not divide are refused.
+    on_start, on_progress: called with the source bytes of the whole job, then with those just done.
+
+    Errors: :class:`HalfbyteError` for anything wrong with the input, before work starts wherever headers tell.
+    """
+    from halfbyte.quantization import job
+
+    plan = job.prepare(model, recipe_of(recipe, scheme, ignore, clip), tp=tp, allow_pickle=allow_pickle)
+    if on_start:
+        on_start(job.source_bytes(plan))
+    return job.run(plan, out, overwrite=overwrite, progress=on_progress)
+
+
+def recipe_of(
+    recipe: Recipe | Path | str | None, scheme: str | None, ignore: Sequence[str], clip: str | None
+) -> Recipe:
+    """A recipe with what the caller says on top of it."""
+    from halfbyte.recipe import Recipe
+
+    base = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe) if recipe is not None else Recipe()
+    changes: dict[str, Any] = base.to_dict()
+    if scheme is not None:
+        changes["scheme"] = scheme
+    if clip is not None:
+        changes["clip"] = clip
+    changes["ignore"] = [*base.ignore, *(pattern for pattern in ignore if pattern not in base.ignore)]
+    return Recipe(**changes)
+
+
+def load(path: Path | str, *, dtype: torch.dtype | None = None, kernel: str | None = None) -> tuple[Any, Any]:
+    """``(model, tokenizer)`` of a checkpoint directory, quantized or not, ready to generate.
+
+    dtype: of everything that is not quantized; the checkpoint's own unless given.
+    kernel: run every quantized layer on this kernel or fail with the reason; chosen by itself unless given.
+    """
+    from halfbyte.engines.transformers.loading import load as load_model
+
+    return load_model(path, dtype=dtype, kernel=kernel)
+
+
+def evaluate(
+    model: Path | str,
+    baseline: Path | str | None = None,
+    *,
+    text: Path | str | None = None,
+    dtype: torch.dtype | None = None,
+    context: int = 1024,
+    stride: int | None = None,
+    windows: int | None = None,
+) -> Evaluation:
+    """Perplexity of a checkpoint, and KL divergence and top-1 agreement against a baseline on the same tokens.
+
+    text: a UTF-8 file; the package's own English prose unless given. context, stride, windows: in tokens,
+    tokens and windows.
+    """
+    from halfbyte.evaluation.evaluate import evaluate as evaluate_model
+    from halfbyte.evaluation.texts import read_text
+
+    loaded, tokenizer = load(model, dtype=dtype)
+    reference = load(baseline, dtype=dtype)[0] if baseline is not None else None
+    return evaluate_model(
+        loaded, tokenizer, read_text(text), baseline=reference, context=context, stride=stride, windows=windows
+    )
+
+
+def inspect(path: Path | str, *, scales: bool | None = None) -> Inspection:
+    """What a checkpoint holds, per module and in total, from headers and (if few or asked for) scales."""
+    from halfbyte.audit.inspect import inspect as inspect_checkpoint
+
+    return inspect_checkpoint(path, scales=scales)
+
+
+def verify(path: Path | str, against: Path | str | None = None) -> Verification:
+    """Decode a written checkpoint independently and compare it with its source."""
+    from halfbyte.audit.verify import verify as verify_checkpoint
+
+    return verify_checkpoint(path, against=against)
+
+
+__all__ = ["HalfbyteError", "evaluate", "inspect", "load", "quantize", "recipe_of", "verify"]

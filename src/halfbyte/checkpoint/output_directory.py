@@ -1,0 +1,196 @@
+"""The directory that becomes the checkpoint: filled beside its place, swapped in whole at the end."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from halfbyte.checkpoint.model_config import CONFIG_FILE
+from halfbyte.checkpoint.shard_plan import Shard
+from halfbyte.errors import HalfbyteError
+
+MANIFEST = "halfbyte-partial.json"
+_WEIGHT_SUFFIXES = {
+    *(
+        ".safetensors",
+        ".bin",
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".gguf",
+        ".h5",
+        ".msgpack",
+        ".onnx",
+        ".onnx_data",
+        ".npz",
+    ),
+    *(".index.json", ".tflite", ".mlmodel", ".nemo"),
+}
+# They describe the source's own weights, not ours.
+_ABOUT_THE_SOURCE = {
+    CONFIG_FILE,
+    "quantize_config.json",
+    "quant_config.json",
+    "hf_quant_config.json",
+    "params.json",
+}
+_COPIED_FOLDERS = ("additional_chat_templates",)
+
+
+class OutputDirectory:
+    """``OUT.partial`` while it is being written, ``OUT`` after :meth:`publish`.
+
+    A manifest in it names the run; only the same run resumes it. A lock keeps a second process out.
+    """
+
+    def __init__(self, out: Path, *, overwrite: bool) -> None:
+        """Errors: ``out`` exists and ``overwrite`` is not given, or it is no checkpoint."""
+        self.out = out
+        self.partial = out.with_name(out.name + ".partial")
+        self.replaced = out.with_name(f".{out.name}.halfbyte-replaced")
+        self.notes: list[str] = []
+        self._lock: int | None = None
+        self._owned = False
+        if self.replaced.exists() and not out.exists():
+            # Killed between the two renames of publish(): the old state comes back.
+            self.replaced.rename(out)
+            self.notes.append(f"{out} restored from {self.replaced.name}, which an interrupted run had left")
+        if out.exists() and not overwrite:
+            raise HalfbyteError(f"{out}: exists; choose another output or pass --overwrite")
+        if out.exists() and not (out / CONFIG_FILE).is_file() and (not out.is_dir() or any(out.iterdir())):
+            raise HalfbyteError(
+                f"{out}: is no checkpoint (it has no {CONFIG_FILE}), so it is not overwritten"
+            )
+
+    def prepare(self, digest: str, shards: Sequence[Shard]) -> set[str]:
+        """Create or take over the partial directory; names of the shards in it that are finished.
+
+        Errors: another process writes it; it holds files that halfbyte did not write.
+        """
+        finished: set[str] = set()
+        self.partial.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        manifest = self.partial / MANIFEST
+        if manifest.exists() and _digest_in(manifest) == digest:
+            finished = {shard.file for shard in shards if _is_finished(self.partial / shard.file, shard)}
+            if finished:
+                self.notes.append(
+                    f"resuming {self.partial}: {len(finished)} of {len(shards)} shards are finished"
+                )
+        elif manifest.exists():
+            self.notes.append(
+                f"discarded {self.partial}: it was written for another source, recipe or options"
+            )
+        elif any(self.partial.iterdir()):
+            raise HalfbyteError(f"{self.partial}: exists and is no partial output of halfbyte; remove it")
+        for file in self.partial.iterdir():
+            if file.name not in finished:
+                _remove(file)
+        write_synced(manifest, json.dumps({"plan": digest}).encode())
+        sync_directory(self.partial)
+        self._owned = True
+        return finished
+
+    def copy_side_files(self, source: Path) -> None:
+        """Copy what belongs to the model but is neither weights nor about the source's quantization.
+
+        Tokenizer, chat templates, generation config, code and licence come along; READMEs and hidden files
+        do not.
+        """
+        for file in sorted(source.iterdir()):
+            if file.is_file() and is_side_file(file.name):
+                write_synced(self.partial / file.name, file.read_bytes())
+            elif file.is_dir() and file.name in _COPIED_FOLDERS:
+                shutil.copytree(file, self.partial / file.name, dirs_exist_ok=True)
+
+    def publish(self) -> None:
+        """Put the directory in its place; until then the old OUT is whole.
+
+        A kill between the two renames is undone by the next run.
+        """
+        sync_directory(self.partial)
+        if self.replaced.exists():
+            _remove(self.replaced)
+        if self.out.exists():
+            self.out.rename(self.replaced)
+        self.partial.rename(self.out)
+        sync_directory(self.out.absolute().parent)
+        (self.out / MANIFEST).unlink()
+        if self.replaced.exists():
+            _remove(self.replaced)
+        self._owned = False
+        self.release()
+
+    def discard(self) -> None:
+        """Remove the partial directory, if it is this run's."""
+        if self._owned:
+            _remove(self.partial)
+            self._owned = False
+
+    def release(self) -> None:
+        """Let other processes in."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.partial, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise HalfbyteError(f"{self.partial}: another process is writing it") from None
+
+
+def is_side_file(name: str) -> bool:
+    """Whether a file of a checkpoint directory is worth copying beside new weights."""
+    if (
+        name.startswith(".")
+        or name.lower().startswith("readme")
+        or name in _ABOUT_THE_SOURCE
+        or name == MANIFEST
+    ):
+        return False
+    return not any(name.endswith(suffix) for suffix in _WEIGHT_SUFFIXES)
+
+
+def write_synced(file: Path, content: bytes) -> None:
+    """Write a small file and wait until it is on the disk."""
+    with file.open("wb") as target:
+        target.write(content)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until renames in a directory are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest_in(manifest: Path) -> str | None:
+    try:
+        return json.loads(manifest.read_text())["plan"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_finished(file: Path, shard: Shard) -> bool:
+    if not file.is_file() or file.stat().st_size != shard.size:
+        return False
+    with file.open("rb") as opened:
+        return opened.read(len(shard.header)) == shard.header
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,28 @@
+"""The texts that quality is measured on: a file of the user's, or the two that come with the package."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from halfbyte.errors import HalfbyteError
+
+BUILT_IN = ("prose", "code")
+"""Names of the texts in the package; where they come from is said in ``data/README.md``."""
+
+
+def read_text(name: str) -> str:
+    """A built-in text by its name, or a UTF-8 file by its path. Line ends become ``\\n``.
+
+    Errors: no such file, a directory, no permission, not UTF-8 (with the offset of the first wrong byte).
+    """
+    if name in BUILT_IN:
+        return (files("halfbyte") / "data" / f"{name}.txt").read_text(encoding="utf-8")
+    try:
+        return Path(name).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise HalfbyteError(f"{name}: is no UTF-8 text (byte {error.start}: {error.reason})") from None
+    except OSError as error:
+        raise HalfbyteError(
+            f"{name}: cannot be read ({error.strerror}); give a UTF-8 file or one of {', '.join(BUILT_IN)}"
+        ) from None

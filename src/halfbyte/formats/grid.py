@@ -1,0 +1,105 @@
+"""The grid that a weight is rounded onto: its scales and zero points, chosen from the weight's ranges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from halfbyte.errors import HalfbyteError
+from halfbyte.formats import qoq
+from halfbyte.formats.integer import asymmetric_grid, symmetric_reach
+from halfbyte.formats.ranges import absolute_maxima, as_float, signed_ranges
+from halfbyte.formats.scales import LARGEST_SCALE, round_scales, scale_values, shared_exponents
+from halfbyte.formats.spec import TensorFormat
+from halfbyte.formats.tiles import Tiling
+
+# Times the smallest E4M3 scale (2^-9) this is the smallest normal fp32, so no divisor is ever zero or subnormal.
+SMALLEST_OUTER_SCALE = 2.0**-117
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Scales, zero points and outer scales as :class:`QuantizedTensor` holds them."""
+
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None = None
+    outer_scales: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """What the tiles of a weight span, fp32, shaped like its scales: ``low <= 0 <= high``.
+
+    Symmetric formats know the largest magnitude only: ``low`` is ``-high``.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, fmt: TensorFormat) -> Ranges:
+        """Ranges of a weight ``[..., out, in]``. Errors: NaN or Inf in it, a shape that ``fmt`` cannot tile."""
+        weight = as_float(weight)
+        tiling = Tiling.of(tuple(weight.shape), fmt)
+        shape = fmt.scale_shape(weight.shape)
+        if fmt.symmetric:
+            high = absolute_maxima(weight, tiling).reshape(shape)
+            return cls(-high, high)
+        low, high = signed_ranges(weight, tiling)
+        return cls(low.reshape(shape), high.reshape(shape))
+
+    @property
+    def absmax(self) -> torch.Tensor:
+        return torch.maximum(-self.low, self.high)
+
+    def clipped(self, ratio: float | torch.Tensor) -> Ranges:
+        """Ranges times ``ratio`` (broadcastable to their shape)."""
+        return Ranges((self.low * ratio).clamp(min=-_FP32_MAX), (self.high * ratio).clamp(max=_FP32_MAX))
+
+
+def choose_grid(ranges: Ranges, fmt: TensorFormat, ratio: float | torch.Tensor = 1.0) -> Grid:
+    """The round-to-nearest grid over ``ranges``, each narrowed (or widened) by ``ratio``.
+
+    Outer scales always come from the whole ranges: clipping one tile moves no other.
+    Errors: a combination of element, scale and outer scale that has no rule.
+    """
+    clipped = ranges.clipped(ratio)
+    if fmt.scale == "int8":
+        qoq.check_format(fmt)
+        outer = qoq.channel_scales(ranges.absmax.amax(-1, keepdim=True))
+        # Rounding is monotonic: the range of the rounded weights is the rounded range.
+        level_one = [qoq.level_one_(bound.clone(), outer) for bound in (ranges.low, ranges.high)]
+        scales, zero_points = qoq.group_grid(level_one[0] * ratio, level_one[1] * ratio)
+        return Grid(scales, zero_points, outer)
+    if not fmt.symmetric:
+        if fmt.outer is not None or fmt.scale == "e8m0":
+            raise HalfbyteError("asymmetric formats with E8M0 or outer scales are not known, but for int8 scales")
+        return Grid(*asymmetric_grid(clipped.low, clipped.high, fmt))
+    if fmt.scale == "e8m0":
+        if fmt.outer is not None:
+            raise HalfbyteError("E8M0 scales take no outer scale; accepted: outer none")
+        return Grid(shared_exponents(clipped.high, fmt.max_value))
+    reach = symmetric_reach(fmt.bits) if fmt.is_integer else fmt.max_value
+    if fmt.outer is None:
+        return Grid(round_scales(clipped.high / reach, fmt.scale))
+    outer = _outer_scales(ranges.high, fmt, reach)
+    return Grid(round_scales(clipped.high / reach / outer, fmt.scale), None, outer)
+
+
+def _outer_scales(absmax: torch.Tensor, fmt: TensorFormat, reach: float) -> torch.Tensor:
+    """fp32 scales that bring the largest inner scale to the top of its dtype (NVFP4: amax / (448 * 6))."""
+    if fmt.scale != "e4m3" or (fmt.outer == "channel" and fmt.granularity != "group"):
+        raise HalfbyteError(
+            f"outer scale {fmt.outer!r} with {fmt.scale} scales per {fmt.granularity} is not known; "
+            "accepted: e4m3 scales, per group for outer scales per channel"
+        )
+    axes = (-1,) if fmt.outer == "channel" else (-2, -1)
+    return (absmax.amax(axes, keepdim=True) / (LARGEST_SCALE["e4m3"] * reach)).clamp(min=SMALLEST_OUTER_SCALE)
+
+
+def divisors(grid: Grid) -> torch.Tensor:
+    """What weights are divided by to give codes, fp32, shaped like the scales: scale times outer scale."""
+    scales = scale_values(grid.scales)
+    return scales if grid.outer_scales is None else scales * grid.outer_scales

@@ -1,0 +1,39 @@
+"""The kernel for everything: weights stay packed, and a strip of rows at a time becomes fp32 and is multiplied."""
+
+from __future__ import annotations
+
+import torch
+
+from halfbyte.formats.quantize import dequantize
+from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.kernels.inputs import finish, read_inputs
+from halfbyte.kernels.problem import LinearProblem, Prepared
+from halfbyte.kernels.storage import compact, expand, row_chunks
+
+
+class Dequantize:
+    """Any scheme, shape, dtype and device. Products are summed in fp32; the whole weight never exists in fp32."""
+
+    name = "dequantize"
+
+    def can_implement(self, problem: LinearProblem) -> tuple[bool, str]:
+        return True, ""
+
+    def prepare(
+        self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None
+    ) -> Prepared:
+        return Prepared(problem, compact(q), input_scale)
+
+    def restore(self, prepared: Prepared) -> QuantizedTensor:
+        problem = prepared.problem
+        return expand(prepared.tensors, problem.scheme.weights, problem.in_features)
+
+    def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
+        problem = prepared.problem
+        values, scales = read_inputs(x, problem.scheme.activations, prepared.input_scale)
+        columns = values.T
+        # The weight on the left: each strip then fills whole rows of the result.
+        sums = values.new_empty(problem.out_features, x.shape[0])
+        for rows, strip in row_chunks(prepared.tensors, problem.scheme.weights, problem.in_features):
+            torch.mm(dequantize(strip), columns, out=sums[rows])
+        return finish(sums.T.contiguous(), scales, bias, x.dtype)

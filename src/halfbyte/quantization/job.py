@@ -1,0 +1,167 @@
+"""Running a plan: one weight at a time from the source, through an algorithm, into the writer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.algorithms.clip import clip_mse
+from halfbyte.algorithms.rtn import rtn
+from halfbyte.checkpoint.detect import detect
+from halfbyte.checkpoint.reader import Checkpoint
+from halfbyte.checkpoint.stored import encode, quantization_config
+from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
+from halfbyte.errors import HalfbyteError, NonFiniteError
+from halfbyte.models.describe import describe
+from halfbyte.quantization.plan import Copy, QuantizationPlan, Quantize, Step, make_plan
+from halfbyte.recipe import Recipe
+
+Progress = Callable[[float, str], None]
+"""Called with the source bytes just done and the tensor's name."""
+
+
+@dataclass(frozen=True)
+class QuantizationResult:
+    """What was written. ``notes`` are lines for the person: fallbacks, warnings, what was resumed."""
+
+    out: Path
+    modules: int
+    source_bytes: int
+    written_bytes: int
+    notes: Sequence[str]
+
+
+def prepare(source: Path | str, recipe: Recipe, *, tp: int = 1, allow_pickle: bool = False) -> QuantizationPlan:
+    """Open a checkpoint and plan its quantization from headers alone.
+
+    Errors: an unreadable checkpoint; one that is quantized already; a recipe that cannot be carried out
+    (every preflight error, in one line).
+    """
+    checkpoint = Checkpoint.open(source, allow_pickle=allow_pickle)
+    detection = detect(checkpoint)
+    if detection.format != "unquantized":
+        raise HalfbyteError(
+            f"{checkpoint.path}: is quantized already ({detection.format}: {detection.why}); "
+            "accepted: a checkpoint with 16- or 32-bit floating-point weights"
+        )
+    plan = make_plan(checkpoint, describe(checkpoint.config, checkpoint.shapes), recipe, tp)
+    if plan.errors:
+        raise HalfbyteError("; ".join(f"{finding.where}: {finding.message}" for finding in plan.errors))
+    if not any(isinstance(step, Quantize) for step in plan.steps):
+        raise HalfbyteError(f"{checkpoint.path}: the recipe leaves nothing to quantize; it has "
+                            f"{len(plan.layout.modules)} weights, all ignored or kept by their role")
+    return plan
+
+
+def run(
+    plan: QuantizationPlan,
+    out: Path | str,
+    *,
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> QuantizationResult:
+    """Write the planned checkpoint. Memory: two source tensors and the result of one, whatever the model's size.
+
+    A run that was interrupted goes on where the last finished shard ends, and gives the same bytes.
+    Errors: NaN or Inf in a weight (the tensor is named); a full disk; ``out`` exists without ``overwrite``.
+    """
+    checkpoint = plan.checkpoint
+    with CheckpointWriter(
+        out, plan.entries, overwrite=overwrite, shard_bytes=shard_bytes, fingerprint=plan.fingerprint
+    ) as writer:
+        missing = {entry.name for entry in writer.missing()}
+        for step, weight in _with_weights(checkpoint, plan.steps, missing):
+            if isinstance(step, Copy):
+                if step.tensor in missing:
+                    writer.write(step.tensor, partial(checkpoint.copy_bytes, step.tensor))
+            elif weight is not None:
+                for name, tensor in _quantized(plan, step, weight).items():
+                    if name in missing:
+                        writer.write(name, tensor)
+            if progress:
+                progress(_source_bytes(plan, step), step.tensor if isinstance(step, Copy) else step.module.name)
+        writer.finish(_config(plan), checkpoint.path)
+        notes = [*writer.notes, *plan.assignment.notes]
+    notes += [f"{finding.where}: {finding.message}" for finding in plan.findings if finding.level == "warning"]
+    return QuantizationResult(
+        out=Path(out),
+        modules=sum(isinstance(step, Quantize) for step in plan.steps),
+        source_bytes=source_bytes(plan),
+        written_bytes=sum(entry.nbytes for entry in plan.entries),
+        notes=notes,
+    )
+
+
+def source_bytes(plan: QuantizationPlan) -> int:
+    """Bytes that a run goes through: the total for progress."""
+    return sum(info.nbytes for info in plan.checkpoint.tensors.values())
+
+
+def _source_bytes(plan: QuantizationPlan, step: Step) -> float:
+    tensors = plan.checkpoint.tensors
+    if isinstance(step, Copy):
+        return tensors[step.tensor].nbytes
+    stored = tensors[step.module.source.tensor]
+    rows, columns = step.module.shape
+    return stored.nbytes * rows * columns / max(1, _numel(stored.shape))
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _with_weights(
+    checkpoint: Checkpoint, steps: Sequence[Step], missing: set[str]
+) -> Iterator[tuple[Step, torch.Tensor | None]]:
+    """Steps with the weight of those that need one; the next weight is read while this one is worked on."""
+
+    def wanted(step: Step) -> bool:
+        return isinstance(step, Quantize) and any(entry.name in missing for entry in step.entries)
+
+    upcoming = iter([step for step in steps if wanted(step)])
+    with ThreadPoolExecutor(max_workers=1) as reader:
+
+        def read_next() -> Future[torch.Tensor] | None:
+            step = next(upcoming, None)
+            return reader.submit(checkpoint.load_source, step.module.source) if isinstance(step, Quantize) else None
+
+        ahead = read_next()
+        for step in steps:
+            if wanted(step):
+                assert ahead is not None
+                weight = ahead.result()
+                ahead = read_next()
+                yield step, weight
+                del weight
+            else:
+                yield step, None
+
+
+def _quantized(plan: QuantizationPlan, step: Quantize, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The stored tensors of one module."""
+    dtype = plan.checkpoint.model_dtype
+    number_format = step.scheme.weights.with_scale(dtype)
+    algorithm = clip_mse if plan.assignment.clips[step.module.name] == "mse" else rtn
+    try:
+        quantized = algorithm(weight, number_format)
+    except NonFiniteError as error:
+        stored = plan.checkpoint.info(step.module.source.tensor)
+        raise NonFiniteError(f"{stored.file}: {stored.name}: {error}") from None
+    return encode(step.module.name, step.scheme, quantized, dtype)
+
+
+def _config(plan: QuantizationPlan) -> dict[str, Any]:
+    return {
+        **plan.checkpoint.config,
+        "quantization_config": quantization_config(plan.layout, plan.assignment.schemes),
+    }

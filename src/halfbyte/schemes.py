@@ -1,0 +1,70 @@
+"""What a scheme is, and the table of presets. A scheme says what the numbers are; it names no layer and no kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfbyte.errors import HalfbyteError
+from halfbyte.formats.spec import ActivationFormat, TensorFormat
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Number formats of a linear layer's weight and, if they are quantized too, of its inputs."""
+
+    name: str
+    weights: TensorFormat
+    activations: ActivationFormat | None = None
+
+    @property
+    def label(self) -> str:
+        """The field's shorthand WxAy."""
+        return f"W{self.weights.bits}A{self.activations.bits if self.activations else 16}"
+
+
+_FP8_TOKEN = ActivationFormat("e4m3", "token")
+_INT8_TOKEN = ActivationFormat("int8", "token")
+
+PRESETS: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("w4a8", TensorFormat("int4", "group", 128), _FP8_TOKEN),
+        Scheme(
+            "w4a8-int8",
+            TensorFormat("int4", "group", 128, symmetric=False, scale="int8", outer="channel"),
+            _INT8_TOKEN,
+        ),
+        Scheme("w4a16", TensorFormat("int4", "group", 128)),
+        Scheme("w4a16-asym", TensorFormat("int4", "group", 128, symmetric=False)),
+        Scheme("w8a16", TensorFormat("int8", "channel")),
+        Scheme("w8a8-int8", TensorFormat("int8", "channel"), _INT8_TOKEN),
+        Scheme("fp8", TensorFormat("e4m3", "channel"), _FP8_TOKEN),
+        Scheme("fp8_per_tensor", TensorFormat("e4m3", "tensor"), ActivationFormat("e4m3", "tensor")),
+        Scheme(
+            "fp8_per_block",
+            TensorFormat("e4m3", "block", block_shape=(128, 128)),
+            ActivationFormat("e4m3", "group", 128),
+        ),
+        Scheme(
+            "mxfp8",
+            TensorFormat("e4m3", "group", 32, scale="e8m0"),
+            ActivationFormat("e4m3", "group", 32, scale="e8m0"),
+        ),
+        Scheme("mxfp4", TensorFormat("e2m1", "group", 32, scale="e8m0")),
+        Scheme("nvfp4", TensorFormat("e2m1", "group", 16, scale="e4m3", outer="tensor")),
+    )
+}
+
+ALIASES = {"w4afp8": "w4a8", "fp8_per_channel": "fp8", "int8": "w8a8-int8", "nvfp4a16": "nvfp4", "mxfp4a16": "mxfp4"}
+
+
+def resolve(name: str) -> Scheme:
+    """The preset called ``name`` (any case, aliases included).
+
+    Errors: an unknown name; the message lists those known.
+    """
+    key = name.lower()
+    key = ALIASES.get(key, key)
+    if key not in PRESETS:
+        raise HalfbyteError(f"scheme {name!r} is not known; known schemes: {', '.join(PRESETS)}")
+    return PRESETS[key]

@@ -1,0 +1,167 @@
+"""Recipes: what the file may say, and what is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfbyte.errors import HalfbyteError
+from halfbyte.recipe import Options, Recipe
+from halfbyte.schemes import PRESETS, resolve
+
+
+def load(tmp_path: Path, text: str) -> Recipe:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return Recipe.load(path)
+
+
+def test_yaml_and_python_say_the_same(tmp_path: Path) -> None:
+    text = r"""
+        scheme: w4a8
+        clip: mse
+        ignore:
+          - "re:.*layers\\.0\\."
+        targets:
+          "*.down_proj": w8a8-int8
+          "*.o_proj":
+            group_size: 64
+          lm_head: {scheme: w8a16, clip: none}
+    """
+    recipe = Recipe(
+        scheme="w4a8",
+        clip="mse",
+        ignore=[r"re:.*layers\.0\."],
+        targets={
+            "*.down_proj": "w8a8-int8",
+            "*.o_proj": Options(group_size=64),
+            "lm_head": {"scheme": "w8a16", "clip": "none"},
+        },
+    )
+    assert load(tmp_path, text) == recipe
+    assert recipe.default is not None
+    assert recipe.default.scheme == PRESETS["w4a8"]
+    assert recipe.choices["*.down_proj"].scheme == PRESETS["w8a8-int8"]
+    assert recipe.choices["*.down_proj"].clip == "mse"
+    changed = recipe.choices["*.o_proj"].scheme
+    assert changed.weights == PRESETS["w4a8"].weights.with_group_size(64)
+    assert changed.activations == PRESETS["w4a8"].activations
+    assert recipe.choices["lm_head"].clip == "none"
+
+
+def test_empty_recipe_is_the_home_scheme(tmp_path: Path) -> None:
+    assert load(tmp_path, "") == Recipe()
+    assert Recipe().scheme == "w4a8"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(),
+        Recipe(scheme="W4AFP8", group_size=-1, symmetric=False, clip="mse", ignore=["a", "re:b"]),
+        Recipe(
+            scheme="none",
+            targets={"a": "fp8", "b": {"scheme": "w4a16", "group_size": 32, "symmetric": False}},
+        ),
+    ],
+)
+def test_plain_data_and_back(recipe: Recipe) -> None:
+    assert Recipe(**recipe.to_dict()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("sheme: w4a8", ["'sheme'", "scheme, group_size, symmetric, clip, ignore, targets"]),
+        ("targets: {a: {groupsize: 64}}", ["'groupsize'", "'a'", "scheme, group_size, symmetric, clip"]),
+        ("scheme: w4b8", ["'w4b8'", "w4a8-int8", "nvfp4"]),
+        ("targets: {a: nvfp9}", ["target 'a'", "'nvfp9'", "nvfp4"]),
+        ("clip: max", ["'clip'", "'max'", "'none' or 'mse'"]),
+        ("group_size: '64'", ["'group_size'", "'64'", "integer"]),
+        ("group_size: 0", ["group_size 0", "positive"]),
+        ("group_size: -2", ["group_size -2", "positive"]),
+        ("symmetric: 1", ["'symmetric'", "boolean"]),
+        ("ignore: lm_head", ["'ignore'", "'lm_head'", "list"]),
+        ("ignore: [3]", ["'ignore'", "3", "string"]),
+        ("ignore: ['re:(']", ["'re:('", "regular expression"]),
+        ("targets: {a: 3}", ["'a'", "3", "scheme's name"]),
+        ("targets: {a: }", ["'a'", "None", "scheme's name"]),
+        ("targets: [a]", ["'targets'", "mapping"]),
+        ("ignore: [a]\ntargets: {a: fp8}", ["'a'", "ignore", "targets"]),
+        ("scheme: fp8\ngroup_size: 64", ["scheme fp8", "integer weights"]),
+        ("targets: {a: {scheme: nvfp4, group_size: 32}}", ["target 'a'", "scheme nvfp4", "integer weights"]),
+        ("scheme: w4a8-int8\nsymmetric: true", ["w4a8-int8", "zero points"]),
+        ("scheme: none\ngroup_size: 64", ["'none'"]),
+        ("scheme: none\ntargets: {a: {group_size: 64}}", ["target 'a'", "accepted: a scheme"]),
+        ("clip: mse\nclip: none", ["'clip'", "twice"]),
+        ("targets:\n  a: fp8\n  a: w4a8", ["'a'", "twice"]),
+        ("- w4a8", ["no mapping", "scheme, group_size"]),
+        ("1: 2", ["no mapping"]),
+        ("ignore: [", ["no valid YAML"]),
+        ("a: !!python/object:os.system {}", ["no valid YAML"]),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_file(tmp_path: Path, text: str, parts: list[str]) -> None:
+    with pytest.raises(HalfbyteError) as caught:
+        load(tmp_path, text)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in [str(tmp_path / "recipe.yaml"), *parts]:
+        assert part in message
+
+
+def test_missing_and_binary_files(tmp_path: Path) -> None:
+    with pytest.raises(HalfbyteError, match=r"none\.yaml.*No such file"):
+        Recipe.load(tmp_path / "none.yaml")
+    (tmp_path / "recipe.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(HalfbyteError, match="no valid YAML"):
+        Recipe.load(tmp_path / "recipe.yaml")
+
+
+YAML_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(["scheme", "group_size", "symmetric", "clip", "ignore", "targets"]) | st.text(
+    max_size=6
+)
+
+
+@given(st.dictionaries(KEYS, YAML_VALUES, max_size=4))
+def test_any_data_is_a_recipe_or_one_line(data: dict[str, Any]) -> None:
+    try:
+        recipe = Recipe(**data)
+    except HalfbyteError as error:
+        assert "\n" not in str(error)
+    else:
+        assert Recipe(**recipe.to_dict()) == recipe
+
+
+def test_options_change_the_numbers() -> None:
+    rows = Recipe(scheme="w4a16", group_size=-1).default
+    assert rows is not None
+    assert (rows.scheme.weights.granularity, rows.scheme.weights.group_size) == ("channel", None)
+    asymmetric = Recipe(scheme="w4a16", symmetric=False).default
+    assert asymmetric is not None
+    assert asymmetric.scheme.weights == PRESETS["w4a16-asym"].weights
+    grouped = Recipe(scheme="w8a16", group_size=128).default
+    assert grouped is not None
+    assert (grouped.scheme.weights.granularity, grouped.scheme.weights.group_size) == ("group", 128)
+
+
+def test_two_levels_without_groups_leave_one() -> None:
+    choice = Recipe(scheme="w4a8-int8", group_size=-1).default
+    assert choice is not None
+    weights = choice.scheme.weights
+    assert (weights.granularity, weights.outer, weights.scale, weights.symmetric) == (
+        "channel",
+        None,
+        "model",
+        False,
+    )
+    assert choice.scheme.activations == resolve("w4a8-int8").activations
