@@ -148,8 +148,8 @@ def test_a_width_that_no_group_fits_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(HalfbyteError) as caught:
         Recipe(scheme="nvfp4").assign(layout)
     assert str(caught.value) == (
-        "scheme nvfp4: model.layers.*.mlp.down_proj (2 modules) has in_features 520, no multiple of a group of 16; "
-        "accepted: such modules in ignore"
+        "scheme nvfp4: model.layers.*.mlp.down_proj (2 modules) has in_features 520, no multiple of a "
+        "group of 16; accepted: such modules in ignore"
     )
     with pytest.raises(HalfbyteError, match=r"group of 128 or 64 or 32.*group_size: -1"):
         Recipe().assign(layout)

@@ -69,9 +69,11 @@ def test_rules_that_never_decide_and_rules_twice() -> None:
     assert messages(found, "warning", "re:.*head") == []
 
 
-def test_a_broad_target_that_only_adds_role_bound_weights_says_so() -> None:
-    recipe = Recipe(targets={"re:.*mlp.*gate": "fp8", "re:.*gate_proj": "w4a8"})
-    assert messages(findings(mixture(), recipe), "warning") == []
+def test_a_target_left_with_nothing_but_a_router_says_so() -> None:
+    recipe = Recipe(ignore=["re:.*mlp.*_proj"], targets={"*.mlp.*": "fp8"})
+    assert "routers and norms stay out unless named alone" in one(
+        findings(mixture(), recipe), "warning", "*.mlp.*"
+    )
 
 
 # Fused partners
@@ -197,10 +199,10 @@ def test_weights_that_stay_are_said() -> None:
     }
     found = findings(layout_of(modules, {"model.layers.0.conv.weight": (256, 1, 4)}, model_type="novel"))
     assert one(found, "note", "visual.blocks.*.fc1") == (
-        "2 weights outside the language model's blocks, or tiny, stay as they are: visual.blocks.*.fc1 (2)"
+        "weights outside the language model's blocks, or tiny, stay as they are: visual.blocks.*.fc1 (2)"
     )
     assert one(found, "note", "model.layers.*.conv.weight") == (
-        "1 tensors that are no linear weight stay as they are: model.layers.*.conv.weight"
+        "tensors that are no linear weight stay as they are: model.layers.*.conv.weight"
     )
     assert "no family in the table" in one(found, "note", "novel")
 
@@ -248,7 +250,7 @@ def test_w4a8_expert_sizes_are_those_of_a_rank() -> None:
     assert messages(findings(layout), "note") == []
     found = findings(layout, tp=4)
     message = one(found, "note", "model.layers.*.mlp.experts.*.down_proj")
-    assert message == "[256, 128] per rank: vLLM's W4A8 experts needs multiples of 256 (4 modules)"
+    assert message == "[256, 128] per rank: vLLM's W4A8 expert kernel needs multiples of 256 (4 modules)"
 
 
 def test_block_fp8_that_is_ragged() -> None:

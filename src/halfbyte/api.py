@@ -99,7 +99,13 @@ def evaluate(
     loaded, tokenizer = load(model, dtype=dtype)
     reference = load(baseline, dtype=dtype)[0] if baseline is not None else None
     return evaluate_model(
-        loaded, tokenizer, read_text(text), baseline=reference, context=context, stride=stride, windows=windows
+        loaded,
+        tokenizer,
+        read_text(text),
+        baseline=reference,
+        context=context,
+        stride=stride,
+        windows=windows,
     )
 
 

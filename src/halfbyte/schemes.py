@@ -55,7 +55,13 @@ PRESETS: dict[str, Scheme] = {
     )
 }
 
-ALIASES = {"w4afp8": "w4a8", "fp8_per_channel": "fp8", "int8": "w8a8-int8", "nvfp4a16": "nvfp4", "mxfp4a16": "mxfp4"}
+ALIASES = {
+    "w4afp8": "w4a8",
+    "fp8_per_channel": "fp8",
+    "int8": "w8a8-int8",
+    "nvfp4a16": "nvfp4",
+    "mxfp4a16": "mxfp4",
+}
 
 
 def resolve(name: str) -> Scheme:

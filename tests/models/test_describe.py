@@ -74,6 +74,13 @@ def test_gate_of_a_dense_model_is_a_linear() -> None:
     assert role("model.layers.0.mlp.gate", (128, 64), LLAMA) is Role.LINEAR
 
 
+def test_router_is_found_where_the_config_does_not_say_how_many_experts_there_are() -> None:
+    gate = {"model.layers.0.ffn.gate.weight": (4, 64)}
+    for expert in ("model.layers.0.ffn.experts.3.up_proj.weight", "model.layers.0.ffn.experts.down_proj"):
+        shape = (48, 64) if expert.endswith("weight") else (4, 64, 48)
+        assert describe(LLAMA, {**gate, expert: shape}).modules[0].role is Role.ROUTER
+
+
 def test_state_space_layers_stay_as_they_are_whatever_their_name() -> None:
     layout = describe(
         MOE,

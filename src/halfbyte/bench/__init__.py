@@ -1,0 +1,1 @@
+"""Measurements as data: each benchmark returns rows, ours and the baseline's from one run."""

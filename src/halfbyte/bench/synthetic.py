@@ -176,7 +176,9 @@ def _write_part(handle: BinaryIO, part: Mapping[str, TensorSpec], rng: np.random
             handle.write(block)
 
 
-def write_dense_checkpoint(path: Path, shape: LlamaShape, *, seed: int = 0, shard_bytes: int = 2 << 30) -> int:
+def write_dense_checkpoint(
+    path: Path, shape: LlamaShape, *, seed: int = 0, shard_bytes: int = 2 << 30
+) -> int:
     """Writes a Llama-shaped BF16 checkpoint of normal random weights (std 0.02, norms 1.0) and returns its bytes.
 
     Streams: memory stays under 64 MB whatever the size. The same seed writes the same bytes.

@@ -8,6 +8,7 @@ import sys
 import typer
 
 from halfbyte.cli import console
+from halfbyte.cli.bench import bench
 from halfbyte.cli.eval import evaluate
 from halfbyte.cli.generate import generate
 from halfbyte.cli.import_gguf import import_gguf
@@ -31,6 +32,7 @@ app.command("verify")(verify)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
 app.command("import-gguf")(import_gguf)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

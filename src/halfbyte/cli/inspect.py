@@ -17,7 +17,9 @@ _SHOWN_ANOMALIES = 20
 
 
 def inspect(
-    model: Annotated[Path, typer.Argument(help="Directory of a checkpoint, quantized by anyone or not at all.")],
+    model: Annotated[
+        Path, typer.Argument(help="Directory of a checkpoint, quantized by anyone or not at all.")
+    ],
     every_weight: Annotated[
         bool, typer.Option("--all", help="One row per weight instead of one per kind of weight.")
     ] = False,
@@ -93,7 +95,10 @@ def _totals_table(found: Inspection) -> Table:
     line("", "")
     line("format", found.format)
     line("because", found.why)
-    line("family", found.family + ("" if found.known_family else " (not known; roles come from names and shapes)"))
+    line(
+        "family",
+        found.family + ("" if found.known_family else " (not known; roles come from names and shapes)"),
+    )
     line("parameters", f"{found.parameters:,}")
     line("size", f"{console_size(found.nbytes)} in {len(found.files)} files")
     line("bytes by kind", ", ".join(f"{k} {console_size(n)}" for k, n in found.bytes_by_kind.items() if n))

@@ -16,15 +16,20 @@ def quantize(
     model: Annotated[Path, typer.Argument(help="Checkpoint directory: config.json and safetensors.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
     scheme: Annotated[
-        str | None, typer.Option(help="Preset for every linear layer and expert; w4a8 unless a recipe has one.")
+        str | None,
+        typer.Option(help="Preset for every linear layer and expert; w4a8 unless a recipe has one."),
     ] = None,
     recipe: Annotated[Path | None, typer.Option(help="YAML file with rules per layer.")] = None,
     ignore: Annotated[
         list[str] | None, typer.Option(help="Leave these alone: a name, re:<regex> or wildcards. Repeatable.")
     ] = None,
     clip: Annotated[str | None, typer.Option(help="Ranges: none (cover the largest weight) or mse.")] = None,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks that will serve it; checked beforehand.")] = 1,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is whole.")] = False,
+    tp: Annotated[
+        int, typer.Option(help="Tensor-parallel ranks that will serve it; checked beforehand.")
+    ] = 1,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT once the new one is whole.")
+    ] = False,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin files (tensors only, no code).")
     ] = False,
@@ -45,7 +50,9 @@ def quantize(
 
         def start(total: float) -> None:
             nonlocal advance
-            advance = stack.enter_context(console.progress("quantize", total / 1e6, quiet=json_output, unit="MB"))
+            advance = stack.enter_context(
+                console.progress("quantize", total / 1e6, quiet=json_output, unit="MB")
+            )
 
         def step(done: float, what: str) -> None:
             assert advance is not None

@@ -1,7 +1,7 @@
 """INT8 inputs on the CPU: exact integer sums by ``torch._int_mm``, scales afterwards.
 
-Takes INT8 weights with a scale per channel (or tensor), and QoQ's two levels: their groups become INT8 again by
-integer arithmetic, a strip of rows at a time, so the weight stays at half a byte.
+Takes INT8 weights with a scale per channel (or tensor), and QoQ's two levels: their groups become INT8 again
+by integer arithmetic, a strip of rows at a time, so the weight stays at half a byte.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from halfbyte.errors import HalfbyteError
 from halfbyte.formats.activations import quantize_activations
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.scales import scale_values
@@ -34,7 +35,7 @@ class CpuInt8:
             (_is_int8(activations), "inputs must be INT8 with a scale per token or tensor"),
             (
                 _is_two_level(weights) or _is_plain(weights),
-                "weights must be INT8 per channel or tensor and symmetric, or INT4 in groups with integer scales",
+                "weights must be symmetric INT8 per channel or tensor, or INT4 with integer scales",
             ),
             (problem.in_features <= _LARGEST_K, f"in_features must be at most {_LARGEST_K}: int32 sums"),
         ):
@@ -45,7 +46,16 @@ class CpuInt8:
     def prepare(
         self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None
     ) -> Prepared:
-        return Prepared(problem, compact(q), input_scale)
+        """Errors: two-level groups that leave INT8, which no writer that follows QoQ makes."""
+        prepared = Prepared(problem, compact(q), input_scale)
+        if not _is_plain(q.format):
+            for rows, groups in _level_one(prepared, torch.int16):
+                if bool(((groups < -128) | (groups > 127)).any()):
+                    raise HalfbyteError(
+                        f"rows {rows.start} to {rows.stop - 1} of a two-level INT4 weight hold values outside of "
+                        "[-128, 127]; the file is damaged or was written by other rules"
+                    )
+        return prepared
 
     def restore(self, prepared: Prepared) -> QuantizedTensor:
         problem = prepared.problem
@@ -71,16 +81,24 @@ def _int8_strips(prepared: Prepared) -> Iterator[tuple[slice, torch.Tensor]]:
     if _is_plain(problem.scheme.weights):
         yield slice(0, problem.out_features), prepared.tensors["codes"]
         return
+    yield from _level_one(prepared, torch.int8)
+
+
+def _level_one(prepared: Prepared, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    """``(code - zero) * scale`` of two-level weights, strip by strip, computed in ``dtype``."""
+    problem = prepared.problem
     for rows, strip in row_chunks(prepared.tensors, problem.scheme.weights, problem.in_features):
         assert strip.zero_points is not None
-        groups = strip.codes.unflatten(-1, (strip.scales.shape[-1], -1))
-        level_one = (groups - strip.zero_points.unsqueeze(-1)).mul_(strip.scales.unsqueeze(-1))
-        yield rows, level_one.flatten(-2)
+        groups = strip.codes.to(dtype).unflatten(-1, (strip.scales.shape[-1], -1))
+        centred = groups - strip.zero_points.unsqueeze(-1)
+        yield rows, centred.mul_(strip.scales.unsqueeze(-1)).flatten(-2)
 
 
 def _is_int8(activations: ActivationFormat | None) -> bool:
     return (
-        activations is not None and activations.element == "int8" and activations.granularity in ("token", "tensor")
+        activations is not None
+        and activations.element == "int8"
+        and activations.granularity in ("token", "tensor")
     )
 
 

@@ -1,4 +1,4 @@
-"""The kernel for everything: weights stay packed, and a strip of rows at a time becomes fp32 and is multiplied."""
+"""The kernel for everything: weights stay packed; strip by strip they become fp32 and are multiplied."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfbyte.kernels.storage import compact, expand, row_chunks
 
 
 class Dequantize:
-    """Any scheme, shape, dtype and device. Products are summed in fp32; the whole weight never exists in fp32."""
+    """Any scheme, shape, dtype and device. Sums are fp32; the whole weight never exists in fp32."""
 
     name = "dequantize"
 

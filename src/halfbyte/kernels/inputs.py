@@ -16,8 +16,8 @@ def read_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Inputs ``[M, in]`` as fp32 values and the fp32 scale ``[M, 1]`` or ``[1]`` that their products still need.
 
-    Quantized inputs come as their codes, which fp32 holds exactly. Scales per group cannot wait until the products
-    are summed, so they are in the values. No scale is left for these and for plain inputs.
+    Quantized inputs come as their codes, which fp32 holds exactly. Scales per group cannot wait until the
+    products are summed, so they are in the values. No scale is left for these and for plain inputs.
     """
     if fmt is None:
         return x.float(), None
@@ -28,7 +28,7 @@ def read_inputs(
 
 
 def decode_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Codes (float8 or int8) as fp32. On the CPU float8 goes through a table: torch's cast takes three times as long."""
+    """Codes (float8 or int8) as fp32. CPU float8 goes through a table, three times faster than a cast."""
     if codes.dtype not in FLOAT8_DTYPES.values() or codes.device.type != "cpu":
         return codes.float()
     index = codes.reshape(-1).view(torch.uint8).int()

@@ -30,7 +30,8 @@ class LinearProblem:
 class Prepared:
     """A weight in the form that one kernel runs on. The form is the kernel's own and never goes to disk.
 
-    tensors: by the names that the kernel gives them. input_scale: fp32 ``[1]`` of static activations, or none.
+    tensors: by the names that the kernel gives them. input_scale: fp32 ``[1]`` of static activations, or
+    none.
     """
 
     problem: LinearProblem

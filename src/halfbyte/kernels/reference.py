@@ -23,8 +23,9 @@ def reference_linear(
 ) -> torch.Tensor:
     """``x [M, in]`` times the weight ``[out, in]``, float64 ``[M, out]``.
 
-    Scales are exact: every input code times its own scale, every weight code times its group's. A kernel that sums
-    each group in fp32 and adds the sums times their scale differs by the order and rounding of fp32 sums alone.
+    Scales are exact: every input code times its own scale, every weight code times its group's. A kernel that
+    sums each group in fp32 and adds the sums times their scale differs by the order and rounding of fp32 sums
+    alone.
     """
     result = _inputs(x, activations, input_scale) @ exact_weight(q).T
     return result if bias is None else result + bias.double()
@@ -74,9 +75,7 @@ class Reference:
         return result.to(x.dtype)
 
 
-def _inputs(
-    x: torch.Tensor, fmt: ActivationFormat | None, input_scale: torch.Tensor | None
-) -> torch.Tensor:
+def _inputs(x: torch.Tensor, fmt: ActivationFormat | None, input_scale: torch.Tensor | None) -> torch.Tensor:
     if fmt is None:
         return x.double()
     codes, scales = quantize_activations(x, fmt, input_scale)

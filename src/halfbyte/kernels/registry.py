@@ -1,4 +1,4 @@
-"""Which kernel runs a layer, and why. The choice is logged; a forced choice that cannot be met says the reason."""
+"""Which kernel runs a layer, and why: the choice is logged, and one that cannot be met says the reason."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def select(problem: LinearProblem, force: str | None = None, module: str = "a li
     for kernel in candidates:
         able, reason = kernel.can_implement(problem)
         if able:
-            logger.info("Selected %s for %s%s", kernel.name, module, f" ({'; '.join(reasons)})" if reasons else "")
+            logger.info(
+                "Selected %s for %s%s", kernel.name, module, f" ({'; '.join(reasons)})" if reasons else ""
+            )
             return kernel
         reasons.append(f"{kernel.name}: {reason}")
     raise HalfbyteError(f"{module}: no kernel can run it; {'; '.join(reasons)}")

@@ -15,7 +15,7 @@ _CHUNK = 1 << 18
 
 
 def compact(q: QuantizedTensor) -> dict[str, torch.Tensor]:
-    """The tensors of a weight ``[out, in]``, codes of less than 8 bits packed: ``codes, scales, zeros, outer``."""
+    """A weight ``[out, in]`` as ``codes`` (packed below 8 bits), ``scales``, ``zeros`` and ``outer``."""
     named = {"codes": _pack(q), "scales": q.scales, "zeros": q.zero_points, "outer": q.outer_scales}
     return {name: tensor.contiguous() for name, tensor in named.items() if tensor is not None}
 

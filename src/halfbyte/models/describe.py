@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from halfbyte.models.config_fields import ConfigFields, read_config
-from halfbyte.models.experts import find_fused_experts, stored_transposed, unfold
+from halfbyte.models.experts import count_experts, find_fused_experts, stored_transposed, unfold
 from halfbyte.models.families import FAMILIES, Family
 from halfbyte.models.fusion import fused_group
 from halfbyte.models.layout import ModelLayout, ModuleInfo, Role, WeightSource
@@ -26,6 +27,8 @@ def describe(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -
     module per expert and projection. What stays as it is for lack of a meaning is in ``left_out``.
     """
     fields = read_config(config)
+    if fields.experts is None:
+        fields = replace(fields, experts=count_experts(shapes))
     known = FAMILIES.get(fields.family) or FAMILIES.get(fields.text_family)
     modules, left_out = _Describer(fields, known or Family(), shapes).run()
     has_head = any(module.role is Role.LM_HEAD for module in modules)

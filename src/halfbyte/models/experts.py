@@ -6,6 +6,7 @@ and where it fits both ways the other tensors of the experts do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from halfbyte.models.names import WEIGHT, split
 
 _GATE_UP = frozenset({"gate_up_proj", "w13", "w13_weight", "input_linear"})
 _INNER = {"gate_proj": "gate_proj", "up_proj": "up_proj", "w1": "gate_proj", "w3": "up_proj"}
+_EXPERT_INDEX = re.compile(r"\.experts\.(\d+)\.")
 _DOWN = frozenset({"down_proj", "w2", "w2_weight", "output_linear"})
 
 
@@ -48,6 +50,13 @@ def find_fused_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Fused
                 parent += ".experts"
             found[tensor] = FusedExperts(tensor, parent, projections, (shape[0], shape[1], shape[2]))
     return found
+
+
+def count_experts(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+    """Experts per layer, by the tensors; none in a dense model."""
+    counts = [fused.shape[0] for fused in find_fused_experts(shapes).values()]
+    counts += [int(found[1]) + 1 for found in map(_EXPERT_INDEX.search, shapes) if found]
+    return max(counts, default=None)
 
 
 def _projections(leaf: str) -> tuple[str, ...]:

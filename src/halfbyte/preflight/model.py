@@ -44,4 +44,4 @@ def _say(findings: Findings, what: str, names: Iterable[str]) -> None:
     if counts:
         first = [f"{name} ({count})" if count > 1 else name for name, count in counts.most_common(_NAMED)]
         more = f" and {len(counts) - _NAMED} more kinds" if len(counts) > _NAMED else ""
-        findings.add("note", next(iter(counts)), f"{counts.total()} {what}: {', '.join(first)}{more}")
+        findings.add("note", next(iter(counts)), f"{what}: {', '.join(first)}{more}")

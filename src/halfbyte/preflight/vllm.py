@@ -53,7 +53,7 @@ def _w4a8(modules: Sequence[ModuleInfo], scheme: Scheme, kv_heads: int | None, t
         yield f"vLLM's W4A8 needs groups of {_W4A8_GROUP}, this has {per}; halfbyte's own layers run it"
     parts = [shard_shape(module, kv_heads, tp) for module in modules]
     if modules[0].role is Role.EXPERT:
-        multiple, what = _EXPERT_MULTIPLE, "W4A8 experts"
+        multiple, what = _EXPERT_MULTIPLE, "W4A8 expert kernel"
         rows = parts[0][0]
     else:
         multiple, what = _DENSE_MULTIPLE, "CUTLASS W4A8 kernel"

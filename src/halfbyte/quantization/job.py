@@ -37,7 +37,9 @@ class QuantizationResult:
     notes: Sequence[str]
 
 
-def prepare(source: Path | str, recipe: Recipe, *, tp: int = 1, allow_pickle: bool = False) -> QuantizationPlan:
+def prepare(
+    source: Path | str, recipe: Recipe, *, tp: int = 1, allow_pickle: bool = False
+) -> QuantizationPlan:
     """Open a checkpoint and plan its quantization from headers alone.
 
     Errors: an unreadable checkpoint; one that is quantized already; a recipe that cannot be carried out
@@ -54,8 +56,10 @@ def prepare(source: Path | str, recipe: Recipe, *, tp: int = 1, allow_pickle: bo
     if plan.errors:
         raise HalfbyteError("; ".join(f"{finding.where}: {finding.message}" for finding in plan.errors))
     if not any(isinstance(step, Quantize) for step in plan.steps):
-        raise HalfbyteError(f"{checkpoint.path}: the recipe leaves nothing to quantize; it has "
-                            f"{len(plan.layout.modules)} weights, all ignored or kept by their role")
+        raise HalfbyteError(
+            f"{checkpoint.path}: the recipe leaves nothing to quantize; it has "
+            f"{len(plan.layout.modules)} weights, all ignored or kept by their role"
+        )
     return plan
 
 
@@ -86,10 +90,14 @@ def run(
                     if name in missing:
                         writer.write(name, tensor)
             if progress:
-                progress(_source_bytes(plan, step), step.tensor if isinstance(step, Copy) else step.module.name)
+                progress(
+                    _source_bytes(plan, step), step.tensor if isinstance(step, Copy) else step.module.name
+                )
         writer.finish(_config(plan), checkpoint.path)
         notes = [*writer.notes, *plan.assignment.notes]
-    notes += [f"{finding.where}: {finding.message}" for finding in plan.findings if finding.level == "warning"]
+    notes += [
+        f"{finding.where}: {finding.message}" for finding in plan.findings if finding.level == "warning"
+    ]
     return QuantizationResult(
         out=Path(out),
         modules=sum(isinstance(step, Quantize) for step in plan.steps),
@@ -133,7 +141,11 @@ def _with_weights(
 
         def read_next() -> Future[torch.Tensor] | None:
             step = next(upcoming, None)
-            return reader.submit(checkpoint.load_source, step.module.source) if isinstance(step, Quantize) else None
+            return (
+                reader.submit(checkpoint.load_source, step.module.source)
+                if isinstance(step, Quantize)
+                else None
+            )
 
         ahead = read_next()
         for step in steps:

@@ -66,7 +66,9 @@ class QuantizationPlan:
         files = sorted({t.file for t in self.checkpoint.tensors.values()})
         state = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
         written = [[e.name, e.dtype, e.shape] for e in self.entries]
-        text = json.dumps([self.checkpoint.config, source, state, written, self.recipe.to_dict()], sort_keys=True)
+        text = json.dumps(
+            [self.checkpoint.config, source, state, written, self.recipe.to_dict()], sort_keys=True
+        )
         return hashlib.sha256(text.encode()).hexdigest()
 
 
