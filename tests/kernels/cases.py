@@ -1,4 +1,4 @@
-"""Layers to hold kernels to: a weight in each scheme, inputs with what inputs have, and the problem they pose."""
+"""Layers to hold kernels to: a weight in each scheme, inputs, and the problem that they pose."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from halfbyte.algorithms.clip import clip_mse
 from halfbyte.algorithms.rtn import rtn
 from halfbyte.checkpoint.detect import detect
+from halfbyte.checkpoint.quantized_weight import decode
 from halfbyte.checkpoint.reader import Checkpoint
-from halfbyte.checkpoint.stored import decode
 from halfbyte.errors import HalfbyteError, NonFiniteError
 from halfbyte.formats.quantize import dequantize
 from halfbyte.models.describe import describe
@@ -52,7 +52,9 @@ def _assert_holds_what_the_algorithm_gives(source: Path, out: Path, clip: str = 
         quantized += 1
         consumed.add(module.source.tensor)
         tensors = {n: after.load(n) for n in after.tensors if n.startswith(module.name + ".weight")}
-        expected = (clip_mse if clip == "mse" else rtn)(before.load_source(module.source), scheme.weights)
+        expected = (clip_mse if clip == "mse" else rtn)(
+            before.load_source(module.source), scheme.weights.with_scale(before.model_dtype)
+        )
         assert torch.equal(dequantize(decode(module.name, scheme, tensors)), dequantize(expected)), (
             module.name
         )
@@ -137,7 +139,7 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_to_quantize_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(HalfbyteError, match="nothing to quantize"):
+    with pytest.raises(HalfbyteError, match="nothing would be quantized"):
         job.prepare(tiny_model("llama", tmp_path), Recipe(ignore=("*",)))
 
 

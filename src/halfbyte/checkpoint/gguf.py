@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,7 +31,7 @@ _CHUNK_VALUES = 4_000_000
 
 @dataclass(frozen=True)
 class GgufImport:
-    """What was made of a GGUF file. ``stored_types`` counts its tensors by storage type (``Q4_1``, ``F32``)."""
+    """What was made of a GGUF file. ``stored_types`` counts its tensors by storage type (``Q4_1``)."""
 
     source: Path
     output: Path
@@ -75,7 +76,7 @@ def import_gguf(
         save_tokenizer(gguf, Path(side_files), config["max_position_embeddings"])
         write_json(Path(side_files) / "generation_config.json", generation_config(gguf))
         for entry in writer.missing():
-            writer.write(entry.name, lambda file, entry=entry: _copy(gguf, placements[entry.name], file))
+            writer.write(entry.name, partial(_copy, gguf, placements[entry.name]))
             if on_tensor:
                 on_tensor(entry.name, values[entry.name], total)
         writer.finish(config, copy_from=Path(side_files))

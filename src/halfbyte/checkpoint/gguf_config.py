@@ -13,7 +13,11 @@ from halfbyte.errors import HalfbyteError
 
 # What llama.cpp's converter assumes where Llama 3.1 and later models scale their rotary frequencies.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
-_TOKEN_IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+_TOKEN_IDS = {
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "pad_token_id": "padding_token_id",
+}
 
 
 def model_config(gguf: GgufFile, family: Family) -> dict[str, Any]:

@@ -23,9 +23,7 @@ class GgufFile:
         try:
             from gguf import GGUFReader
         except ImportError:
-            raise HalfbyteError(
-                "reading GGUF needs the package gguf: pip install 'halfbyte[gguf]'"
-            ) from None
+            raise HalfbyteError("reading GGUF needs the package gguf: pip install 'halfbyte[gguf]'") from None
         with path.open("rb"):  # a missing or unreadable file is the system's own message
             pass
         try:
@@ -92,7 +90,9 @@ class GgufFile:
         if value is None:
             raise HalfbyteError(f"{self.path}: the metadata has no {key}")
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise HalfbyteError(f"{self.path}: {key} is {str(value)[:60]}, expected one number for all layers")
+            raise HalfbyteError(
+                f"{self.path}: {key} is {str(value)[:60]}, expected one number for all layers"
+            )
         return value
 
     def _text(self, key: str) -> str:

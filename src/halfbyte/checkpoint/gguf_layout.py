@@ -62,7 +62,8 @@ def family_of(gguf: GgufFile) -> Family:
     family = FAMILIES.get(gguf.architecture)
     if family is None:
         raise HalfbyteError(
-            f"{gguf.path}: architecture {gguf.architecture!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"{gguf.path}: architecture {gguf.architecture!r} is not supported; "
+            f"supported: {', '.join(FAMILIES)}"
         )
     for name, what in (("expert_count", "a mixture of experts"), ("attention.sliding_window", "a window")):
         if gguf.get(f"{gguf.architecture}.{name}"):

@@ -35,7 +35,8 @@ def evaluate(
 
     tokenizer: a transformers tokenizer. baseline: a model that is run beside this one on the same tokens; its
     tokenizer, if given, must split the text alike. windows: the first so many (None: all). bos: put the
-    tokenizer's start token in front of each window. on_window(done, total) is called after each window.
+    tokenizer's start token in front of each window. on_window(done, total) is called before
+    the first window and after each.
     Memory: the logits of one window of each model, whatever the length of the text.
 
     Errors: a text shorter than one window; a context longer than a model's; tokenizers or vocabularies that
@@ -50,6 +51,8 @@ def evaluate(
     planned = plan_windows(len(ids), context, stride, bos=bos, limit=windows)
     tokens = torch.tensor(ids, dtype=torch.long)
     scores: list[WindowScore] = []
+    if on_window:
+        on_window(0, len(planned))
     for window in planned:
         try:
             scores.append(_score(window, tokens, start_token, model, baseline))
@@ -98,8 +101,8 @@ def _predictions(model: Model, shown: torch.Tensor, count: int) -> torch.Tensor:
     device = next(model.parameters()).device if isinstance(model, torch.nn.Module) else shown.device
     # A cache of keys and values would cost memory and is of no use for a single pass.
     options = {"use_cache": False} if hasattr(model, "config") else {}
-    output = model(shown[None].to(device), **options)
-    logits = getattr(output, "logits", output)
+    output: Any = model(shown[None].to(device), **options)
+    logits: torch.Tensor = getattr(output, "logits", output)
     return logits[0, -count - 1 : -1]
 
 

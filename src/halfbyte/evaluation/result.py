@@ -22,8 +22,8 @@ class Comparison:
 
     perplexity, nll: the baseline's own. perplexity_increase: relative, 0.05 is 5 % worse.
     extra_nll: mean loss minus the baseline's, in nats per token; extra_nll_se: standard error of that mean, from
-    the differences of the windows (None with a single window). kl_mean, kl_p99: KL(baseline || model) per token,
-    in nats. top1_agreement: share of tokens with the same most likely token.
+    the differences of the windows (None with a single window). kl_mean, kl_p99: KL(baseline || model) per
+    token, in nats. top1_agreement: share of tokens with the same most likely token.
     """
 
     perplexity: float

@@ -28,9 +28,10 @@ def score_window(
 ) -> WindowScore:
     """Score ``logits`` [T, V] (any float dtype) for the tokens ``targets`` [T] that they predict.
 
-    ``baseline``: another model's logits of the same shape. Then ``kl`` is KL(baseline || model) per position and
-    ``agreements`` counts positions where both have their largest logit at the same token (the first, in a tie).
-    Softmax in float32, a block of positions at a time; sums in float64. A logit of -inf (a masked token) is fine.
+    ``baseline``: another model's logits of the same shape. Then ``kl`` is KL(baseline || model) per
+    position and ``agreements`` counts positions where both have their largest logit at the same token (the
+    first, in a tie). Softmax in float32, a block of positions at a time; sums in float64. A logit of -inf
+    (a masked token) is fine.
 
     Errors: NaN or +inf among the logits, a token that the model gives no probability.
     """

@@ -11,11 +11,12 @@ BUILT_IN = ("prose", "code")
 """Names of the texts in the package; where they come from is said in ``data/README.md``."""
 
 
-def read_text(name: str) -> str:
-    """A built-in text by its name, or a UTF-8 file by its path. Line ends become ``\\n``.
+def read_text(source: Path | str | None = None) -> str:
+    """A built-in text by its name (``prose`` unless given) or a UTF-8 file by its path, with ``\\n`` line ends.
 
     Errors: no such file, a directory, no permission, not UTF-8 (with the offset of the first wrong byte).
     """
+    name = BUILT_IN[0] if source is None else str(source)
     if name in BUILT_IN:
         return (files("halfbyte") / "data" / f"{name}.txt").read_text(encoding="utf-8")
     try:

@@ -23,12 +23,12 @@ class Window:
 def plan_windows(
     tokens: int, context: int, stride: int | None = None, *, bos: bool = False, limit: int | None = None
 ) -> list[Window]:
-    """Windows of ``context`` tokens, each ``stride`` after the one before; a last one that is not full is left out.
+    """Windows of ``context`` tokens, each ``stride`` after the one before; what fills none is left out.
 
-    No token counts twice: where windows overlap, the later one counts only what it adds, so that every token
-    but the first window's has at least ``context - stride`` tokens before it. Without overlap (the default) the
-    first token of each window has nothing before it and does not count, unless ``bos`` puts a start token, which
-    takes one place of the context, in front of it.
+    No token counts twice: where windows overlap, the later one counts only what it adds, so that every
+    token but the first window's has at least ``context - stride`` tokens before it. Without overlap (the
+    default) the first token of each window has nothing before it and does not count, unless ``bos`` puts a
+    start token, which takes one place of the context, in front of it.
 
     Errors: ``context`` below 2, ``stride`` outside 1 to what a window holds, a text shorter than one window.
     """

@@ -7,9 +7,10 @@ be. Around it:
 - Quantized inputs are E4M3 or INT8 codes, which BF16 holds exactly, but their sum still has to be multiplied
   by the token's scale, so its rounding must not count. One more group of columns lets the kernel say what it
   rounded off: the second time the group's zero point is minus the first result, and what comes out is the
-  rest, again rounded to 8 bits. Together they hold the fp32 sum to 2^-17.
+  rest, again rounded to 8 bits. Together they hold the fp32 sum to 2^-16.
 - A zero point times its scale takes 12 bits, more than BF16 has. What is missing (at most 4 bits, exact in
   BF16) is multiplied by the group's sum of inputs and added.
+- A bias is added to the rounded result of W4A16, as a second operation in the model's dtype would.
 - From some number of rows on, a strip of the weight in fp32 and a matrix product are faster, and used.
 """
 
@@ -26,7 +27,7 @@ from halfbyte.kernels.problem import LinearProblem, Prepared
 GROUP_SIZES = (256, 128, 64, 32)
 
 # Measured on two AVX-512 cores at 576 x 576 to 4096 x 4096: above these, multiplying fp32 strips is faster.
-_MOST_ROWS_PLAIN = 48
+_MOST_ROWS_PLAIN = 64
 _MOST_ROWS_QUANTIZED = 4
 _STRIP_VALUES = 1 << 19
 

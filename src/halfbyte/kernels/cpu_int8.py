@@ -52,8 +52,8 @@ class CpuInt8:
             for rows, groups in _level_one(prepared, torch.int16):
                 if bool(((groups < -128) | (groups > 127)).any()):
                     raise HalfbyteError(
-                        f"rows {rows.start} to {rows.stop - 1} of a two-level INT4 weight hold values outside of "
-                        "[-128, 127]; the file is damaged or was written by other rules"
+                        f"rows {rows.start} to {rows.stop - 1} of two-level INT4 weights hold values outside "
+                        "of [-128, 127]; the file is damaged or was written by other rules"
                     )
         return prepared
 

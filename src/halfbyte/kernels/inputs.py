@@ -14,7 +14,7 @@ from halfbyte.formats.spec import ActivationFormat
 def read_inputs(
     x: torch.Tensor, fmt: ActivationFormat | None, input_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Inputs ``[M, in]`` as fp32 values and the fp32 scale ``[M, 1]`` or ``[1]`` that their products still need.
+    """Inputs ``[M, in]`` as fp32 values, and the fp32 scale ``[M, 1]`` or ``[1]`` that products still need.
 
     Quantized inputs come as their codes, which fp32 holds exactly. Scales per group cannot wait until the
     products are summed, so they are in the values. No scale is left for these and for plain inputs.

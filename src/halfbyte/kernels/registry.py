@@ -53,7 +53,7 @@ def select(problem: LinearProblem, force: str | None = None, module: str = "a li
     """
     force = force or _forced.get()
     candidates = KERNELS if force is None else (kernel_named(force),)
-    reasons = []
+    reasons: list[str] = []
     for kernel in candidates:
         able, reason = kernel.can_implement(problem)
         if able:

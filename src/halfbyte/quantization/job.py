@@ -14,8 +14,9 @@ import torch
 from halfbyte.algorithms.clip import clip_mse
 from halfbyte.algorithms.rtn import rtn
 from halfbyte.checkpoint.detect import detect
+from halfbyte.checkpoint.quantization_config import quantization_config
+from halfbyte.checkpoint.quantized_weight import encode
 from halfbyte.checkpoint.reader import Checkpoint
-from halfbyte.checkpoint.stored import encode, quantization_config
 from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from halfbyte.errors import HalfbyteError, NonFiniteError
 from halfbyte.models.describe import describe
@@ -55,11 +56,6 @@ def prepare(
     plan = make_plan(checkpoint, describe(checkpoint.config, checkpoint.shapes), recipe, tp)
     if plan.errors:
         raise HalfbyteError("; ".join(f"{finding.where}: {finding.message}" for finding in plan.errors))
-    if not any(isinstance(step, Quantize) for step in plan.steps):
-        raise HalfbyteError(
-            f"{checkpoint.path}: the recipe leaves nothing to quantize; it has "
-            f"{len(plan.layout.modules)} weights, all ignored or kept by their role"
-        )
     return plan
 
 
@@ -175,5 +171,5 @@ def _quantized(plan: QuantizationPlan, step: Quantize, weight: torch.Tensor) -> 
 def _config(plan: QuantizationPlan) -> dict[str, Any]:
     return {
         **plan.checkpoint.config,
-        "quantization_config": quantization_config(plan.layout, plan.assignment.schemes),
+        "quantization_config": quantization_config(plan.assignment.schemes, plan.layout),
     }

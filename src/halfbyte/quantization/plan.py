@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from halfbyte.checkpoint.quantized_weight import stored_entries
 from halfbyte.checkpoint.reader import Checkpoint
-from halfbyte.checkpoint.stored import stored_entries
-from halfbyte.checkpoint.writer import Entry
+from halfbyte.checkpoint.shard_plan import Entry
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.layout import ModelLayout, ModuleInfo
 from halfbyte.preflight import Finding, preflight

@@ -1,0 +1,63 @@
+"""Loading any checkpoint for inference, quantized or not, with halfbyte's errors instead of transformers' warnings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from halfbyte.checkpoint.reader import Checkpoint
+from halfbyte.engines.transformers.registration import registered
+from halfbyte.errors import HalfbyteError
+from halfbyte.kernels.registry import forced_kernel
+from halfbyte.layers.linear import QuantLinear
+
+
+def load(
+    path: Path | str, *, dtype: torch.dtype | None = None, kernel: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model (on the CPU, in evaluation mode) and tokenizer of the checkpoint directory ``path``.
+
+    dtype: of everything that is not quantized, and so of the activations; the checkpoint's own unless given.
+    kernel: the one that every quantized layer must run on; chosen layer by layer unless given.
+    Errors: no readable checkpoint; one that is no causal language model, has no tokenizer, or does not fill
+    the model; a kernel that is unknown, cannot run a layer, or has none to run.
+    """
+    checkpoint = Checkpoint.open(path)
+    tokenizer = _tokenizer(checkpoint.path)
+    with forced_kernel(kernel), registered():
+        model = _model(checkpoint.path, dtype)
+    if kernel is not None and not any(isinstance(module, QuantLinear) for module in model.modules()):
+        raise HalfbyteError(f"{checkpoint.path}: kernel {kernel!r} has nothing to run, no layer is quantized")
+    return model, tokenizer
+
+
+def _model(path: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise HalfbyteError(
+            f"{path}: transformers cannot load it as a causal language model ({error})"
+        ) from None
+    if missing := sorted(report["missing_keys"]):
+        raise HalfbyteError(
+            f"{path}: the checkpoint lacks {len(missing)} tensors of the model, such as {missing[0]}"
+        )
+    if mismatched := sorted(report["mismatched_keys"], key=str):
+        name, stored, wanted = mismatched[0]
+        raise HalfbyteError(
+            f"{path}: {name} is stored as {list(stored)}, but the model has {list(wanted)} there"
+        )
+    return model.eval()
+
+
+def _tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise HalfbyteError(f"{path}: no tokenizer that transformers can load ({error})") from None
+    return tokenizer

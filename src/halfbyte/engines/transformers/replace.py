@@ -1,0 +1,139 @@
+"""Swapping a model's linear layers and experts for halfbyte's, before their weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from halfbyte.checkpoint.dtypes import TORCH_DTYPES
+from halfbyte.engines.transformers.codec import INPUT_SCALE, ModuleCodec
+from halfbyte.engines.transformers.stored_modules import ExpertAddress, StoredModule, StoredModules
+from halfbyte.errors import HalfbyteError
+from halfbyte.layers.experts import ExpertGate, ExpertNames, QuantExperts
+from halfbyte.layers.linear import QuantLinear
+
+_FUSED_WEIGHTS = {"gate_up_proj", "up_proj", "down_proj"}
+_FUSED_BIASES = {"gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
+
+
+def replace_modules(model: PreTrainedModel, found: StoredModules) -> None:
+    """Put a layer of ours, on the meta device, wherever ``found`` has a quantized weight.
+
+    model_dtype: the checkpoint's (``bf16``, ``f16`` or ``f32``).
+    Errors: modules of a kind that is no linear layer; tensors missing beside a stored weight; experts of a
+    kind that is not known here.
+    """
+    for stored in found.linears:
+        module = model.get_submodule(stored.name)
+        in_features, out_features = _sizes(module, stored)
+        layer = _quant_linear(stored, in_features, out_features, module.bias)
+        model.set_submodule(stored.name, layer)
+    by_parent: dict[str, dict[ExpertAddress, StoredModule]] = {}
+    for address, stored in found.experts.items():
+        by_parent.setdefault(address.parent, {})[address] = stored
+    for parent, experts in by_parent.items():
+        model.set_submodule(parent, _quant_experts(model.get_submodule(parent), parent, experts))
+    _untie(model)
+
+
+def _sizes(module: nn.Module, stored: StoredModule) -> tuple[int, int]:
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, Conv1D):
+        # It keeps [in, out]; the file has [out, in], as for every linear layer.
+        return module.weight.shape[0], module.weight.shape[1]
+    raise HalfbyteError(
+        f"{stored.stored_name} is stored quantized, but the model has a {type(module).__name__} there; "
+        "accepted: Linear, Conv1D and fused experts"
+    )
+
+
+def _quant_linear(
+    stored: StoredModule,
+    in_features: int,
+    out_features: int,
+    bias: nn.Parameter | None = None,
+) -> QuantLinear:
+    assert stored.scheme is not None
+    activations = stored.scheme.activations
+    if activations is not None and not activations.dynamic and INPUT_SCALE not in stored.tensors:
+        raise HalfbyteError(
+            f"{stored.stored_name}: its inputs have a static scale, but {INPUT_SCALE} is missing"
+        )
+    tensors = {}
+    for local, info in stored.tensors.items():
+        if info.dtype not in TORCH_DTYPES:
+            raise HalfbyteError(
+                f"{info.file}: tensor {info.name} has dtype {info.dtype}, which torch cannot hold"
+            )
+        tensors[local] = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
+    return QuantLinear(
+        stored.scheme,
+        in_features,
+        out_features,
+        stored=tensors,
+        codec=ModuleCodec(stored.stored_name, stored.scheme),
+        bias=bias,
+        name=stored.name,
+    )
+
+
+def _quant_experts(
+    fused: nn.Module, parent: str, experts: Mapping[ExpertAddress, StoredModule]
+) -> QuantExperts:
+    """Experts of which transformers would have made the ``fused`` module."""
+    parameters = dict(fused.named_parameters())
+    projections = {address.projection for address in experts}
+    names = ExpertNames.among(sorted(projections))
+    down = parameters.get("down_proj")
+    if names is None or down is None or set(parameters) - _FUSED_WEIGHTS - _FUSED_BIASES:
+        raise HalfbyteError(
+            f"{parent}: experts with projections {', '.join(sorted(projections))} in a {type(fused).__name__} with "
+            f"{', '.join(parameters)} are not known here"
+        )
+    count = down.shape[0]
+    hidden, inner = reversed(down.shape[1:]) if getattr(fused, "is_transposed", False) else down.shape[1:]
+    layers: list[dict[str, nn.Module]] = []
+    for index in range(count):
+        layers.append({})
+        for projection in sorted(projections):
+            stored = experts.get(ExpertAddress(parent, index, projection))
+            if stored is None:
+                raise HalfbyteError(
+                    f"{parent}: {projection} of expert {index} of {count} is not in the checkpoint"
+                )
+            sizes = (inner, hidden) if projection == names.down else (hidden, inner)
+            layers[-1][projection] = (
+                nn.Linear(*sizes, bias=False, device="meta", dtype=down.dtype)
+                if stored.scheme is None
+                else _quant_linear(stored, *sizes)
+            )
+    gate = ExpertGate(
+        _combination(fused, names),
+        interleaved=not getattr(fused, "is_concatenated", True),
+        up_bias=parameters.get("gate_up_proj_bias", parameters.get("up_proj_bias")),
+        down_bias=parameters.get("down_proj_bias"),
+    )
+    # What is left of the module only lends its gate: its weights were never loaded.
+    fused._parameters.clear()
+    return QuantExperts(layers, names, gate)
+
+
+def _combination(fused: nn.Module, names: ExpertNames) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The activation between an expert's projections, which is the model family's own."""
+    combination: Any = fused.act_fn if names.gate is None else fused._apply_gate
+    return combination
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """A quantized head has a weight of its own, even where config.json says that the embedding is tied to it."""
+    tied = model.all_tied_weights_keys
+    for target, source in list(tied.items()):
+        ends = (model.get_submodule(name.rpartition(".")[0]) for name in (target, source))
+        if any(isinstance(module, QuantLinear) for module in ends):
+            del tied[target]

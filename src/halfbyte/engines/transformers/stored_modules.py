@@ -1,0 +1,146 @@
+"""Which modules of a model are stored quantized, by file headers and config.json, under the model's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+
+from halfbyte.checkpoint.headers import TensorInfo, read_header
+from halfbyte.errors import HalfbyteError
+from halfbyte.models.layout import Role
+from halfbyte.schemes import Scheme
+
+_EXPERT = re.compile(r"(?P<parent>.*experts)\.(?P<index>\d+)\.(?P<projection>[^.]+)$")
+_NOT_WEIGHT = ("bias",)
+
+
+@dataclass(frozen=True)
+class StoredModule:
+    """One weight in the files.
+
+    stored_name, name: of its module in the files and in the model. scheme: none if it is not quantized.
+    tensors: by local name (``weight_packed``, ...), without the bias.
+    """
+
+    stored_name: str
+    name: str
+    scheme: Scheme | None
+    tensors: Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True)
+class ExpertAddress:
+    """``{parent}.{index}.{projection}``: a projection of one expert, where the model has fused experts."""
+
+    parent: str
+    index: int
+    projection: str
+
+    @classmethod
+    def of(cls, name: str) -> ExpertAddress | None:
+        match = _EXPERT.match(name)
+        return cls(match["parent"], int(match["index"]), match["projection"]) if match else None
+
+
+@dataclass
+class StoredModules:
+    """linears: modules that are quantized and exist in the model. experts: those of fused experts, all of each.
+
+    renamed: tensor names of ``experts`` as transformers' loader sees them after its own renaming.
+    """
+
+    linears: list[StoredModule] = field(default_factory=list)
+    experts: dict[ExpertAddress, StoredModule] = field(default_factory=dict)
+    renamed: set[str] = field(default_factory=set)
+
+
+def read_headers(files: Sequence[str]) -> dict[str, TensorInfo]:
+    """All tensors of safetensors ``files``. Errors: files in another format."""
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            raise HalfbyteError(f"{file}: quantized weights are read from safetensors files only")
+        tensors.update(read_header(Path(file))[0])
+    return tensors
+
+
+def find_stored_modules(
+    model: PreTrainedModel, tensors: Mapping[str, TensorInfo], declared: Any
+) -> StoredModules:
+    """What of ``tensors`` needs a layer of ours in ``model`` (not loaded yet, its modules still transformers' own).
+
+    declared: the parsed quantization config, which tells the scheme of a module.
+    Errors: a module that is stored quantized but not declared, has no place in the model, or that
+    transformers takes apart or joins with others while loading.
+    """
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    by_module: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in tensors.items():
+        module, _, local = name.rpartition(".")
+        if local not in _NOT_WEIGHT:
+            by_module.setdefault(module, {})[local] = info
+    found = StoredModules()
+    modules = dict(model.named_modules())
+    plain: list[tuple[ExpertAddress, StoredModule, list[str]]] = []
+    for stored_name, locals_ in by_module.items():
+        renamed = [_rename(f"{stored_name}.{local}", renamings) for local in locals_]
+        name = _place(renamed[0].rpartition(".")[0], modules, model.base_model_prefix)
+        address = ExpertAddress.of(name)
+        role = Role.EXPERT if address else Role.LM_HEAD if name.endswith("lm_head") else Role.LINEAR
+        scheme = declared.scheme_for(stored_name, role) if _is_quantized(locals_) else None
+        stored = StoredModule(stored_name, name, scheme, locals_)
+        if scheme is None:
+            if _is_quantized(locals_):
+                raise HalfbyteError(f"{stored_name} is stored quantized, but config.json gives it no scheme")
+            if address and set(locals_) == {"weight"}:
+                plain.append((address, stored, renamed))
+            continue
+        if any(
+            full != f"{renamed[0].rpartition('.')[0]}.{local}"
+            for full, local in zip(renamed, locals_, strict=True)
+        ):
+            raise HalfbyteError(f"{stored_name}: transformers renames its tensors to {', '.join(renamed)}")
+        if name in modules:
+            found.linears.append(stored)
+        elif address and address.parent in modules:
+            found.experts[address] = stored
+            found.renamed.update(renamed)
+        else:
+            raise HalfbyteError(
+                f"{stored_name} is stored quantized, but {type(model).__name__} has no such module"
+            )
+    quantized_parents = {address.parent for address in found.experts}
+    for address, stored, renamed in plain:
+        if address.parent in quantized_parents:
+            found.experts[address] = stored
+            found.renamed.update(renamed)
+    return found
+
+
+def _is_quantized(locals_: Mapping[str, TensorInfo]) -> bool:
+    return "weight_packed" in locals_ or ("weight" in locals_ and "weight_scale" in locals_)
+
+
+def _rename(name: str, renamings: Sequence[WeightRenaming]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
+
+
+def _place(name: str, modules: Mapping[str, Any], prefix: str) -> str:
+    """``name`` with the base model's prefix put on or taken off where only that leads to a module."""
+    address = ExpertAddress.of(name)
+    for candidate in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
+        if candidate in modules:
+            return candidate
+        address = ExpertAddress.of(candidate)
+        if address and address.parent in modules:
+            return candidate
+    return name
