@@ -46,8 +46,12 @@ def write_gguf(
     storage: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray | None] | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write ``model`` (llama, qwen2 or qwen3). ``metadata`` and ``tensors`` add, replace or (None) leave out."""
+    """Write ``model`` (llama, qwen2 or qwen3).
+
+    ``metadata``, ``tokenizer`` (both without their prefix) and ``tensors`` add, replace or (None) leave out.
+    """
     config = model.config
     architecture = config.model_type
     writer = gguf.GGUFWriter(path, architecture)
@@ -63,10 +67,12 @@ def write_gguf(
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
         **(metadata or {}),
     }
-    for name, value in fields.items():
+    keys = {f"{architecture}.{name}": value for name, value in fields.items()}
+    keys |= {f"tokenizer.{name}": value for name, value in {**_tokenizer(), **(tokenizer or {})}.items()}
+    for key, value in keys.items():
         if value is not None:
-            writer.add_key_value(f"{architecture}.{name}", value, _value_type(value), _item_type(value))
-    _add_tokenizer(writer)
+            item = _value_type(value[0]) if isinstance(value, list) else None
+            writer.add_key_value(key, value, _value_type(value), item)
     stored: dict[str, np.ndarray | None] = {**_tensors(model), **(tensors or {})}
     for name, values in stored.items():
         if values is None:
@@ -104,28 +110,29 @@ def _tensors(model: Any) -> dict[str, np.ndarray]:
     return stored
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+def _tokenizer() -> dict[str, Any]:
     tokenizer = tiny_tokenizer()
     names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    names[-1] = "ab"  # a GGUF vocabulary without any merge is not readable
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(names)
-    writer.add_token_types([3 if name.startswith("<") and len(name) > 1 else 1 for name in names])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(tokenizer.bos_token_id)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_eot_token_id(tokenizer.convert_tokens_to_ids("<|endoftext|>"))
-    writer.add_chat_template(_CHAT_TEMPLATE)
+    names[-1] = "ab"
+    return {
+        "ggml.model": "gpt2",
+        "ggml.pre": "smollm",
+        "ggml.tokens": names,
+        "ggml.token_type": [3 if name.startswith("<") and len(name) > 1 else 1 for name in names],
+        "ggml.merges": ["a b"],
+        "ggml.bos_token_id": tokenizer.bos_token_id,
+        "ggml.eos_token_id": tokenizer.eos_token_id,
+        "ggml.eot_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        "chat_template": _CHAT_TEMPLATE,
+    }
 
 
 def _value_type(value: Any) -> gguf.GGUFValueType:
-    if isinstance(value, list):
-        return gguf.GGUFValueType.ARRAY
-    if isinstance(value, str):
-        return gguf.GGUFValueType.STRING
-    return gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
-
-
-def _item_type(value: Any) -> gguf.GGUFValueType | None:
-    return gguf.GGUFValueType.UINT32 if isinstance(value, list) else None
+    kinds = {
+        list: gguf.GGUFValueType.ARRAY,
+        str: gguf.GGUFValueType.STRING,
+        bool: gguf.GGUFValueType.BOOL,
+        float: gguf.GGUFValueType.FLOAT32,
+        int: gguf.GGUFValueType.UINT32,
+    }
+    return kinds[type(value)]

@@ -54,7 +54,9 @@ def complete_set(path: Path) -> list[str]:
     for file in path.glob("model-*.safetensors"):
         if match := _SHARD.fullmatch(file.name):
             sets.setdefault(int(match[2]), {})[int(match[1])] = file.name
-    complete = {n: shards for n, shards in sets.items() if sorted(shards) == list(range(1, n + 1))}
+    complete = {
+        n: shards for n, shards in sets.items() if (len(shards), min(shards), max(shards)) == (n, 1, n)
+    }
     if len(complete) > 1:
         raise HalfbyteError(
             f"{path}: holds complete sets of {listed(map(str, complete))} shards; remove all but one"
@@ -79,10 +81,10 @@ def read_weight_map(index: Path, key: str = "weight_map") -> dict[str, str]:
     weight_map = parse_json(read_bytes(index), index).get(key)
     if not isinstance(weight_map, dict) or not weight_map:
         raise HalfbyteError(f"{index}: {key!r} must map tensor names to file names")
-    for file in set(map(str, weight_map.values())):
-        if Path(file).name != file:
+    for file in dict.fromkeys(map(str, weight_map.values())):
+        if Path(file).name != file or file not in weight_map.values():
             raise HalfbyteError(f"{index}: {file!r} is not the name of a file beside the index")
-    return {name: str(file) for name, file in weight_map.items()}
+    return weight_map
 
 
 def read_bytes(file: Path) -> bytes:

@@ -37,14 +37,15 @@ def _cover(family: str, members: list[str], foreign: dict[str, set[int | None]])
         return [f"{REGEX_PREFIX}.*{re.escape(tail)}$"]
     if family not in foreign:
         return [_whole(family)]
-    own_layers = {layer_index(name) for name in members} - foreign[family] - {None}
-    shared = [name for name in members if layer_index(name) not in own_layers]
+    layers = {layer_index(name) for name in members} - foreign[family]
+    own_layers = sorted(layer for layer in layers if layer is not None)
+    shared = [name for name in members if layer_index(name) not in layers]
     if len(members) - len(shared) < 2:
         return members
-    return [*shared, _whole(family, sorted(own_layers))]
+    return [*shared, _whole(family, own_layers)]
 
 
-def _whole(family: str, layers: Iterable[int | None] = ()) -> str:
+def _whole(family: str, layers: Iterable[int] = ()) -> str:
     """The family's pattern, its first number one of ``layers`` if there are any."""
     pattern = re.escape(family)
     if numbers := "|".join(map(str, layers)):

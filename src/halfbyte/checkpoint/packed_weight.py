@@ -38,12 +38,10 @@ def pack_weight(
     module: str, fmt: TensorFormat, codes: torch.Tensor, zero_points: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """The tensors of :func:`packed_entries` from int8 ``codes`` ``[out, in]`` and ``zero_points``."""
-    tensors = {
-        f"{module}.weight_packed": pack_int32(codes, fmt.bits),
-        f"{module}.weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
-    }
+    tensors = {f"{module}.weight_packed": pack_int32(codes, fmt.bits)}
     if zero_points is not None:
         tensors[f"{module}.weight_zero_point"] = pack_int32(zero_points, fmt.bits, dim=0)
+    tensors[f"{module}.weight_shape"] = torch.tensor(codes.shape, dtype=torch.int64)
     return tensors
 
 

@@ -71,8 +71,3 @@ def decode_e8m0(codes: torch.Tensor) -> torch.Tensor:
     if codes.dtype != torch.uint8:
         raise HalfbyteError(f"E8M0 codes of dtype {codes.dtype} are not understood; accepted: torch.uint8")
     return codes.view(torch.float8_e8m0fnu).float()
-
-
-def decode_element(codes: torch.Tensor, element: str) -> torch.Tensor:
-    """Codes of any element format, as ``QuantizedTensor.codes`` holds them, in fp32."""
-    return decode_e2m1(codes) if element == "e2m1" else codes.float()

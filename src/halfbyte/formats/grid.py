@@ -27,6 +27,35 @@ class Grid:
     zero_points: torch.Tensor | None = None
     outer_scales: torch.Tensor | None = None
 
+    def per_tile(self, tiling: Tiling) -> TileGrid:
+        """The same in fp32, to stand beside ``tiling.tiles(weight)``."""
+
+        def spread(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            if tensor is None:
+                return None
+            return tiling.per_tile(tensor.float().broadcast_to(self.scales.shape))
+
+        return TileGrid(
+            tiling.per_tile(scale_values(self.scales)), spread(self.zero_points), spread(self.outer_scales)
+        )
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """A grid in fp32, each part ``[down, 1, across, 1]``."""
+
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None
+    outer_scales: torch.Tensor | None
+
+    def __getitem__(self, down: slice) -> TileGrid:
+        zero_points, outer = self.zero_points, self.outer_scales
+        return TileGrid(
+            self.scales[down],
+            None if zero_points is None else zero_points[down],
+            None if outer is None else outer[down],
+        )
+
 
 @dataclass(frozen=True)
 class Ranges:
@@ -75,7 +104,9 @@ def choose_grid(ranges: Ranges, fmt: TensorFormat, ratio: float | torch.Tensor =
         return Grid(scales, zero_points, outer)
     if not fmt.symmetric:
         if fmt.outer is not None or fmt.scale == "e8m0":
-            raise HalfbyteError("asymmetric formats with E8M0 or outer scales are not known, but for int8 scales")
+            raise HalfbyteError(
+                "asymmetric formats with E8M0 or outer scales are not known, but for int8 scales"
+            )
         return Grid(*asymmetric_grid(clipped.low, clipped.high, fmt))
     if fmt.scale == "e8m0":
         if fmt.outer is not None:
@@ -97,9 +128,3 @@ def _outer_scales(absmax: torch.Tensor, fmt: TensorFormat, reach: float) -> torc
         )
     axes = (-1,) if fmt.outer == "channel" else (-2, -1)
     return (absmax.amax(axes, keepdim=True) / (LARGEST_SCALE["e4m3"] * reach)).clamp(min=SMALLEST_OUTER_SCALE)
-
-
-def divisors(grid: Grid) -> torch.Tensor:
-    """What weights are divided by to give codes, fp32, shaped like the scales: scale times outer scale."""
-    scales = scale_values(grid.scales)
-    return scales if grid.outer_scales is None else scales * grid.outer_scales

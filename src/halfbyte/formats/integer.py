@@ -32,7 +32,9 @@ def asymmetric_grid(
     return scales, zero_points.clamp_(fmt.qmin, fmt.qmax).to(torch.int8)
 
 
-def encode_integer_(quotients: torch.Tensor, fmt: TensorFormat, zero_points: torch.Tensor | None) -> torch.Tensor:
+def encode_integer_(
+    quotients: torch.Tensor, fmt: TensorFormat, zero_points: torch.Tensor | None
+) -> torch.Tensor:
     """Weights over scales (fp32, overwritten) as codes, still in fp32: clamp(round(quotient) + zero point)."""
     quotients.round_()
     if zero_points is not None:

@@ -17,7 +17,9 @@ def pack_awq(codes: torch.Tensor) -> torch.Tensor:
     Errors: another dtype, columns that are no multiple of eight.
     """
     if codes.dtype != torch.uint8 or codes.shape[-1] % 8:
-        raise HalfbyteError(f"AWQ packs uint8 codes in eights of columns, not {codes.dtype} {list(codes.shape)}")
+        raise HalfbyteError(
+            f"AWQ packs uint8 codes in eights of columns, not {codes.dtype} {list(codes.shape)}"
+        )
     eights = codes.unflatten(-1, (-1, 8))[..., list(ORDER)].int()
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
     return (eights << shifts).sum(-1, dtype=torch.int32)

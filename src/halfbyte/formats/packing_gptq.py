@@ -25,7 +25,9 @@ def pack_gptq(codes: torch.Tensor, bits: int) -> torch.Tensor:
         raise HalfbyteError(f"GPTQ packs uint8 codes, not {codes.dtype}")
     per_run, words = _run(bits)
     if codes.shape[-2] % per_run:
-        raise HalfbyteError(f"GPTQ packs {bits}-bit codes in runs of {per_run}, not {codes.shape[-2]} of them")
+        raise HalfbyteError(
+            f"GPTQ packs {bits}-bit codes in runs of {per_run}, not {codes.shape[-2]} of them"
+        )
     runs = codes.unflatten(-2, (-1, per_run)).int()
     packed = runs.new_zeros(*runs.shape[:-2], words, runs.shape[-1])
     for index in range(per_run):
@@ -45,7 +47,9 @@ def unpack_gptq(packed: torch.Tensor, bits: int) -> torch.Tensor:
         raise HalfbyteError(f"GPTQ's packed codes are int32, not {packed.dtype}")
     per_run, words = _run(bits)
     if packed.shape[-2] % words:
-        raise HalfbyteError(f"GPTQ packs {bits}-bit codes in runs of {words} words, not {packed.shape[-2]} of them")
+        raise HalfbyteError(
+            f"GPTQ packs {bits}-bit codes in runs of {words} words, not {packed.shape[-2]} of them"
+        )
     runs = packed.unflatten(-2, (-1, words))
     codes = torch.empty(*runs.shape[:-2], per_run, runs.shape[-1], dtype=torch.uint8, device=packed.device)
     for index in range(per_run):

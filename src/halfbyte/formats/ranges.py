@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.errors import HalfbyteError, NonFiniteError
+from halfbyte.formats.parallel import for_each
 from halfbyte.formats.tiles import Tiling
 
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -32,10 +33,14 @@ def absolute_maxima(weight: torch.Tensor, tiling: Tiling) -> torch.Tensor:
     # several times faster than float ones on a CPU and settle the question of finiteness too.
     integer = _BITS[weight.dtype]
     largest = torch.zeros(tiling.down, 1, tiling.across, 1, dtype=integer, device=weight.device)
-    for down, rows in tiling.chunks():
-        magnitudes = tiles[down, rows].view(integer) & torch.iinfo(integer).max
-        part = magnitudes.amax(3, keepdim=True).amax(1, keepdim=True)
-        largest[down] = torch.maximum(largest[down], part)
+
+    def measure(chunks: list[tuple[slice, slice]]) -> None:
+        for down, rows in chunks:
+            magnitudes = tiles[down, rows].view(integer) & torch.iinfo(integer).max
+            part = magnitudes.amax(3, keepdim=True).amax(1, keepdim=True)
+            largest[down] = torch.maximum(largest[down], part)
+
+    for_each(measure, tiling.bands(), weight.device)
     maxima = largest.view(weight.dtype).float()
     if not bool(maxima.isfinite().all()):
         raise _non_finite(weight)
@@ -50,10 +55,14 @@ def signed_ranges(weight: torch.Tensor, tiling: Tiling) -> tuple[torch.Tensor, t
     tiles = tiling.tiles(weight)
     low = torch.zeros(tiling.down, 1, tiling.across, 1, device=weight.device)
     high = torch.zeros_like(low)
-    for down, rows in tiling.chunks():
-        part = tiles[down, rows].float()
-        low[down] = torch.minimum(low[down], part.amin(3, keepdim=True).amin(1, keepdim=True))
-        high[down] = torch.maximum(high[down], part.amax(3, keepdim=True).amax(1, keepdim=True))
+
+    def measure(chunks: list[tuple[slice, slice]]) -> None:
+        for down, rows in chunks:
+            part = tiles[down, rows].float()
+            low[down] = torch.minimum(low[down], part.amin(3, keepdim=True).amin(1, keepdim=True))
+            high[down] = torch.maximum(high[down], part.amax(3, keepdim=True).amax(1, keepdim=True))
+
+    for_each(measure, tiling.bands(), weight.device)
     if not bool((low.isfinite() & high.isfinite()).all()):
         raise _non_finite(weight)
     return low, high

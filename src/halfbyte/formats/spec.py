@@ -139,7 +139,9 @@ class ActivationFormat:
 
     def __post_init__(self) -> None:
         if self.element not in ELEMENT_BITS:
-            raise HalfbyteError(f"activation element {self.element!r} is not known; accepted: {', '.join(ELEMENT_BITS)}")
+            raise HalfbyteError(
+                f"activation element {self.element!r} is not known; accepted: {', '.join(ELEMENT_BITS)}"
+            )
         if self.granularity not in TOKEN_GRANULARITIES:
             raise HalfbyteError(
                 f"activation granularity {self.granularity!r} is not known; accepted: {', '.join(TOKEN_GRANULARITIES)}"

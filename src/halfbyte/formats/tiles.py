@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.spec import TensorFormat
 
-# fp32 elements worked on at a time: two cores hold half of it each in their second-level caches.
-CHUNK = 1 << 19
+# fp32 elements that one thread works on at a time: they stay in its core's second-level cache.
+CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Tiling:
         Errors: fewer than two axes, no input features, a group size that does not divide ``in``.
         """
         if len(shape) < 2 or shape[-1] == 0:
-            raise HalfbyteError(f"a weight {list(shape)} cannot be quantized; accepted: [..., out, in] with in > 0")
+            raise HalfbyteError(
+                f"a weight {list(shape)} cannot be quantized; accepted: [..., out, in] with in > 0"
+            )
         *lead, down, across = fmt.scale_shape(shape)
         stack = 1
         for size in lead:
@@ -83,3 +86,8 @@ class Tiling:
         for down in range(self.down):
             for start in range(0, self.rows, step):
                 yield slice(down, down + 1), slice(start, min(start + step, self.rows))
+
+    def bands(self) -> Iterator[list[tuple[slice, slice]]]:
+        """The chunks, those of the same tiles together: what is gathered per tile has one writer."""
+        for _, chunks in groupby(self.chunks(), key=lambda chunk: chunk[0].start):
+            yield list(chunks)

@@ -77,7 +77,7 @@ class CpuInt4:
         scales = q.scales.repeat_interleave(repeats, 1).T
         zero_points = None if q.zero_points is None else q.zero_points.repeat_interleave(repeats, 1).T
         codes = q.codes + 8
-        pairs = torch.zeros(*scales.shape, 2, dtype=torch.bfloat16)
+        pairs = scales.new_zeros(*scales.shape, 2)
         pairs[..., 0] = scales
         tensors = {}
         if zero_points is not None:

@@ -17,7 +17,7 @@ from halfbyte.formats.scales import scale_values
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
 from halfbyte.kernels.inputs import finish
 from halfbyte.kernels.problem import LinearProblem, Prepared
-from halfbyte.kernels.storage import compact, expand, row_chunks
+from halfbyte.kernels.storage import compact, expand, strips
 
 # 128 * 127 * this many products is the most that an int32 sum is sure to hold.
 _LARGEST_K = (2**31 - 1) // (128 * 127)
@@ -65,7 +65,7 @@ class CpuInt8:
         problem, tensors = prepared.problem, prepared.tensors
         assert problem.scheme.activations is not None
         codes, scales = quantize_activations(x, problem.scheme.activations, prepared.input_scale)
-        sums = torch.empty(x.shape[0], problem.out_features)
+        sums = torch.empty(x.shape[0], problem.out_features, device=x.device)
         if x.shape[0]:
             for rows, strip in _int8_strips(prepared):
                 sums[:, rows] = torch._int_mm(codes, strip.T)
@@ -87,7 +87,9 @@ def _int8_strips(prepared: Prepared) -> Iterator[tuple[slice, torch.Tensor]]:
 def _level_one(prepared: Prepared, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
     """``(code - zero) * scale`` of two-level weights, strip by strip, computed in ``dtype``."""
     problem = prepared.problem
-    for rows, strip in row_chunks(prepared.tensors, problem.scheme.weights, problem.in_features):
+    fmt, inputs = problem.scheme.weights, problem.in_features
+    for rows, tensors in strips(prepared.tensors, fmt, inputs):
+        strip = expand(tensors, fmt, inputs)
         assert strip.zero_points is not None
         groups = strip.codes.to(dtype).unflatten(-1, (strip.scales.shape[-1], -1))
         centred = groups - strip.zero_points.unsqueeze(-1)

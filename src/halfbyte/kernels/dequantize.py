@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.formats.quantize import dequantize
 from halfbyte.formats.quantized_tensor import QuantizedTensor
-from halfbyte.kernels.inputs import finish, read_inputs
+from halfbyte.kernels.float_strips import float_strips
+from halfbyte.kernels.inputs import can_read, finish, read_inputs
 from halfbyte.kernels.problem import LinearProblem, Prepared
-from halfbyte.kernels.storage import compact, expand, row_chunks
+from halfbyte.kernels.storage import compact, expand
 
 
 class Dequantize:
@@ -17,7 +17,7 @@ class Dequantize:
     name = "dequantize"
 
     def can_implement(self, problem: LinearProblem) -> tuple[bool, str]:
-        return True, ""
+        return can_read(problem.scheme.activations)
 
     def prepare(
         self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None
@@ -34,6 +34,6 @@ class Dequantize:
         columns = values.T
         # The weight on the left: each strip then fills whole rows of the result.
         sums = values.new_empty(problem.out_features, x.shape[0])
-        for rows, strip in row_chunks(prepared.tensors, problem.scheme.weights, problem.in_features):
-            torch.mm(dequantize(strip), columns, out=sums[rows])
+        for rows, strip in float_strips(prepared.tensors, problem.scheme.weights, problem.in_features):
+            torch.mm(strip, columns, out=sums[rows])
         return finish(sums.T.contiguous(), scales, bias, x.dtype)

@@ -11,6 +11,12 @@ from halfbyte.formats.floats import FLOAT8_DTYPES
 from halfbyte.formats.spec import ActivationFormat
 
 
+def can_read(fmt: ActivationFormat | None) -> tuple[bool, str]:
+    """Whether there is a rule for such inputs, and what is accepted if there is none."""
+    known = fmt is None or (fmt.element in (*FLOAT8_DTYPES, "int8") and fmt.scale in ("f32", "e8m0"))
+    return known, "" if known else "inputs must be plain, E4M3, E5M2 or INT8"
+
+
 def read_inputs(
     x: torch.Tensor, fmt: ActivationFormat | None, input_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -63,7 +63,9 @@ def _split(blocks: torch.Tensor, halves: bool, dtype: torch.dtype) -> torch.Tens
     """Bytes ``[blocks, inputs, half a block]`` as codes ``[inputs, blocks * block]``."""
     count, inputs, half = blocks.shape
     by_input = blocks.transpose(0, 1)
-    codes = torch.empty(inputs, count, *((2, half) if halves else (half, 2)), dtype=dtype)
+    codes = torch.empty(
+        inputs, count, *((2, half) if halves else (half, 2)), dtype=dtype, device=blocks.device
+    )
     low, high = (codes[:, :, 0], codes[:, :, 1]) if halves else (codes[..., 0], codes[..., 1])
     low.copy_(by_input & 15)
     high.copy_(by_input >> 4)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from halfbyte.formats.activations import quantize_activations
-from halfbyte.formats.floats import decode_element
+from halfbyte.formats.floats import decode_e2m1
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.scales import scale_values
 from halfbyte.formats.spec import ActivationFormat
 from halfbyte.formats.tiles import Tiling
+from halfbyte.kernels.inputs import can_read
 from halfbyte.kernels.problem import LinearProblem, Prepared
 
 
@@ -34,7 +35,8 @@ def reference_linear(
 def exact_weight(q: QuantizedTensor) -> torch.Tensor:
     """``(code - zero_point) * scale * outer_scale`` without any rounding, float64 ``[..., out, in]``."""
     tiling = Tiling.of(q.shape, q.format)
-    values = tiling.tiles(decode_element(q.codes, q.format.element)).double()
+    codes = decode_e2m1(q.codes) if q.format.element == "e2m1" else q.codes
+    values = tiling.tiles(codes.double())
     if q.zero_points is not None:
         values = values - tiling.per_tile(q.zero_points)
     values = values * tiling.per_tile(scale_values(q.scales)).double()
@@ -49,7 +51,7 @@ class Reference:
     name = "reference"
 
     def can_implement(self, problem: LinearProblem) -> tuple[bool, str]:
-        return True, ""
+        return can_read(problem.scheme.activations)
 
     def prepare(
         self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None

@@ -24,28 +24,30 @@ def expand(tensors: Mapping[str, torch.Tensor], fmt: TensorFormat, in_features: 
     """The inverse of :func:`compact`."""
     return QuantizedTensor(
         fmt,
-        _unpack(tensors["codes"], fmt, in_features),
+        unpack_codes(tensors["codes"], fmt, in_features),
         tensors["scales"],
         tensors.get("zeros"),
         tensors.get("outer"),
     )
 
 
-def row_chunks(
+def strips(
     tensors: Mapping[str, torch.Tensor], fmt: TensorFormat, in_features: int
-) -> Iterator[tuple[slice, QuantizedTensor]]:
-    """The weight in horizontal strips that fit the cache: rows, and those rows as a tensor of their own."""
+) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+    """The weight in horizontal strips that fit the cache: rows, and the tensors of those rows."""
     codes = tensors["codes"]
     step = max(1, _CHUNK // max(in_features, 1))
     tall = fmt.block_shape[0] if fmt.block_shape else 1
     step = -(-step // tall) * tall
     for start in range(0, codes.shape[0], step):
         rows = slice(start, min(start + step, codes.shape[0]))
-        strip = {
-            name: tensor[rows] if name == "codes" else _scales_of(tensor, rows, tall)
-            for name, tensor in tensors.items()
-        }
-        yield rows, expand(strip, fmt, in_features)
+        yield (
+            rows,
+            {
+                name: tensor[rows] if name == "codes" else _scales_of(tensor, rows, tall)
+                for name, tensor in tensors.items()
+            },
+        )
 
 
 def _scales_of(tensor: torch.Tensor, rows: slice, tall: int) -> torch.Tensor:
@@ -63,7 +65,8 @@ def _pack(q: QuantizedTensor) -> torch.Tensor:
     return q.codes
 
 
-def _unpack(codes: torch.Tensor, fmt: TensorFormat, in_features: int) -> torch.Tensor:
+def unpack_codes(codes: torch.Tensor, fmt: TensorFormat, in_features: int) -> torch.Tensor:
+    """Codes as ``QuantizedTensor`` holds them, from their compact form."""
     if fmt.is_integer and fmt.bits < 8:
         return unpack_int32(codes, fmt.bits, in_features)
     if fmt.element == "e2m1" and codes.shape[-1] != in_features:

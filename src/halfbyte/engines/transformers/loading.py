@@ -39,7 +39,7 @@ def _model(path: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
         )
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise HalfbyteError(
             f"{path}: transformers cannot load it as a causal language model ({error})"
         ) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +14,9 @@ from transformers.quantizers.base import HfQuantizer
 from halfbyte.checkpoint.quantization_config import parse_config
 from halfbyte.engines.transformers.config import StoredCompressedTensorsConfig, StoredConfig
 from halfbyte.engines.transformers.conversions import spare
-from halfbyte.engines.transformers.replace import replace_modules
-from halfbyte.engines.transformers.stored_modules import find_stored_modules, read_headers
+from halfbyte.engines.transformers.replace import repack_modules, replace_modules
+from halfbyte.engines.transformers.stored_modules import UnsupportedError, find_stored_modules, read_headers
 from halfbyte.errors import HalfbyteError
-from halfbyte.layers.linear import QuantLinear
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +62,12 @@ class HalfbyteQuantizer(HfQuantizer):
     ) -> None:
         try:
             if not checkpoint_files:
-                raise HalfbyteError("quantized weights are read from checkpoint files, not from a state dict")
+                raise UnsupportedError(
+                    "quantized weights are read from checkpoint files, not from a state dict"
+                )
             found = find_stored_modules(model, read_headers(checkpoint_files), self._declared)
             replace_modules(model, found)
-        except HalfbyteError as reason:
+        except UnsupportedError as reason:
             self._hand_over(model, reason, checkpoint_files=checkpoint_files, **kwargs)
             return
         self._spared = found.renamed
@@ -80,12 +80,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         _settle_dtypes(model, self._dtypes)
-        kernels: Counter[str | None] = Counter()
-        for module in model.modules():
-            if isinstance(module, QuantLinear):
-                module.repack(model.dtype)
-                kernels[module.kernel] += 1
-        counts = ", ".join(f"{count} on {kernel}" for kernel, count in kernels.items())
+        counts = ", ".join(f"{count} on {kernel}" for kernel, count in repack_modules(model).items())
         logger.info("%s: quantized layers run %s", model.config.name_or_path, counts)
         return model
 

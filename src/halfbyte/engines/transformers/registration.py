@@ -22,7 +22,8 @@ _CONFIGS = {COMPRESSED_TENSORS: StoredCompressedTensorsConfig, HALFBYTE: StoredC
 def make_quantizer(config: Any, **kwargs: Any) -> HfQuantizer:
     """What transformers calls in place of a quantizer class.
 
-    transformers loads its quantizers halfway through loading itself, so ours is imported only when it is used.
+    transformers loads its quantizers halfway through loading itself, so ours is imported only when it is
+    used.
     """
     from halfbyte.engines.transformers.quantizer import choose_quantizer
 

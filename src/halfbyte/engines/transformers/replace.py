@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,11 +13,19 @@ from transformers.pytorch_utils import Conv1D
 
 from halfbyte.checkpoint.dtypes import TORCH_DTYPES
 from halfbyte.engines.transformers.codec import INPUT_SCALE, ModuleCodec
-from halfbyte.engines.transformers.stored_modules import ExpertAddress, StoredModule, StoredModules
+from halfbyte.engines.transformers.stored_modules import (
+    ExpertAddress,
+    StoredModule,
+    StoredModules,
+    UnsupportedError,
+)
 from halfbyte.errors import HalfbyteError
+from halfbyte.kernels.problem import LinearProblem
+from halfbyte.kernels.registry import explain
 from halfbyte.layers.experts import ExpertGate, ExpertNames, QuantExperts
 from halfbyte.layers.linear import QuantLinear
 
+_CPU = torch.device("cpu")
 _FUSED_WEIGHTS = {"gate_up_proj", "up_proj", "down_proj"}
 _FUSED_BIASES = {"gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
 
@@ -41,13 +50,24 @@ def replace_modules(model: PreTrainedModel, found: StoredModules) -> None:
     _untie(model)
 
 
+def repack_modules(model: PreTrainedModel) -> Counter[str]:
+    """Repack all layers of ours after loading, for inputs of the model's dtype; how many run on which kernel."""
+    kernels: Counter[str] = Counter()
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.__dict__.pop("weight", None)
+            module.repack(model.dtype)
+            kernels[str(module.kernel)] += 1
+    return kernels
+
+
 def _sizes(module: nn.Module, stored: StoredModule) -> tuple[int, int]:
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     if isinstance(module, Conv1D):
         # It keeps [in, out]; the file has [out, in], as for every linear layer.
         return module.weight.shape[0], module.weight.shape[1]
-    raise HalfbyteError(
+    raise UnsupportedError(
         f"{stored.stored_name} is stored quantized, but the model has a {type(module).__name__} there; "
         "accepted: Linear, Conv1D and fused experts"
     )
@@ -60,6 +80,10 @@ def _quant_linear(
     bias: nn.Parameter | None = None,
 ) -> QuantLinear:
     assert stored.scheme is not None
+    reasons = explain(LinearProblem(stored.scheme, out_features, in_features, _CPU, torch.float32))
+    if all(reasons.values()):
+        why = "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
+        raise UnsupportedError(f"{stored.stored_name}: no kernel can run it; {why}")
     activations = stored.scheme.activations
     if activations is not None and not activations.dynamic and INPUT_SCALE not in stored.tensors:
         raise HalfbyteError(
@@ -72,7 +96,7 @@ def _quant_linear(
                 f"{info.file}: tensor {info.name} has dtype {info.dtype}, which torch cannot hold"
             )
         tensors[local] = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
-    return QuantLinear(
+    layer = QuantLinear(
         stored.scheme,
         in_features,
         out_features,
@@ -81,6 +105,16 @@ def _quant_linear(
         bias=bias,
         name=stored.name,
     )
+    if "weight" not in tensors:
+        layer.weight = _stand_in()
+    return layer
+
+
+def _stand_in() -> torch.Tensor:
+    """For what some families initialize by name (GPT-2: ``c_proj.weight``) after loading, as long as that lasts."""
+    weight = torch.empty(0)
+    weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    return weight
 
 
 def _quant_experts(
@@ -92,7 +126,7 @@ def _quant_experts(
     names = ExpertNames.among(sorted(projections))
     down = parameters.get("down_proj")
     if names is None or down is None or set(parameters) - _FUSED_WEIGHTS - _FUSED_BIASES:
-        raise HalfbyteError(
+        raise UnsupportedError(
             f"{parent}: experts with projections {', '.join(sorted(projections))} in a {type(fused).__name__} with "
             f"{', '.join(parameters)} are not known here"
         )

@@ -13,12 +13,16 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from halfbyte.checkpoint.headers import TensorInfo, read_header
+from halfbyte.checkpoint.stored_quantization import StoredQuantization
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.layout import Role
 from halfbyte.schemes import Scheme
 
 _EXPERT = re.compile(r"(?P<parent>.*experts)\.(?P<index>\d+)\.(?P<projection>[^.]+)$")
-_NOT_WEIGHT = ("bias",)
+
+
+class UnsupportedError(HalfbyteError):
+    """A checkpoint that may be fine but that halfbyte has no layers for."""
 
 
 @dataclass(frozen=True)
@@ -60,72 +64,85 @@ class StoredModules:
     experts: dict[ExpertAddress, StoredModule] = field(default_factory=dict)
     renamed: set[str] = field(default_factory=set)
 
+    def add_expert(self, address: ExpertAddress, stored: StoredModule, renamed: Sequence[str]) -> None:
+        self.experts[address] = stored
+        self.renamed.update(renamed)
+
 
 def read_headers(files: Sequence[str]) -> dict[str, TensorInfo]:
     """All tensors of safetensors ``files``. Errors: files in another format."""
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
-            raise HalfbyteError(f"{file}: quantized weights are read from safetensors files only")
+            raise UnsupportedError(f"{file}: quantized weights are read from safetensors files only")
         tensors.update(read_header(Path(file))[0])
     return tensors
 
 
 def find_stored_modules(
-    model: PreTrainedModel, tensors: Mapping[str, TensorInfo], declared: Any
+    model: PreTrainedModel, tensors: Mapping[str, TensorInfo], declared: StoredQuantization
 ) -> StoredModules:
     """What of ``tensors`` needs a layer of ours in ``model`` (not loaded yet, its modules still transformers' own).
 
-    declared: the parsed quantization config, which tells the scheme of a module.
-    Errors: a module that is stored quantized but not declared, has no place in the model, or that
-    transformers takes apart or joins with others while loading.
+    Errors: a stored weight without its scales. UnsupportedError: a module that is stored quantized but not
+    declared, has no place in the model, or that transformers takes apart or joins with others while loading.
     """
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
-    by_module: dict[str, dict[str, TensorInfo]] = {}
-    for name, info in tensors.items():
-        module, _, local = name.rpartition(".")
-        if local not in _NOT_WEIGHT:
-            by_module.setdefault(module, {})[local] = info
-    found = StoredModules()
     modules = dict(model.named_modules())
-    plain: list[tuple[ExpertAddress, StoredModule, list[str]]] = []
-    for stored_name, locals_ in by_module.items():
-        renamed = [_rename(f"{stored_name}.{local}", renamings) for local in locals_]
+    found = StoredModules()
+    plain_experts: list[tuple[ExpertAddress, StoredModule, list[str]]] = []
+    for stored_name, parts in _by_module(tensors).items():
+        renamed = [_rename(f"{stored_name}.{part}", renamings) for part in parts]
         name = _place(renamed[0].rpartition(".")[0], modules, model.base_model_prefix)
         address = ExpertAddress.of(name)
-        role = Role.EXPERT if address else Role.LM_HEAD if name.endswith("lm_head") else Role.LINEAR
-        scheme = declared.scheme_for(stored_name, role) if _is_quantized(locals_) else None
-        stored = StoredModule(stored_name, name, scheme, locals_)
-        if scheme is None:
-            if _is_quantized(locals_):
-                raise HalfbyteError(f"{stored_name} is stored quantized, but config.json gives it no scheme")
-            if address and set(locals_) == {"weight"}:
-                plain.append((address, stored, renamed))
+        stored = StoredModule(stored_name, name, _scheme(stored_name, name, parts, declared), parts)
+        if stored.scheme is None:
+            if address and set(parts) == {"weight"}:
+                plain_experts.append((address, stored, renamed))
             continue
-        if any(
-            full != f"{renamed[0].rpartition('.')[0]}.{local}"
-            for full, local in zip(renamed, locals_, strict=True)
-        ):
-            raise HalfbyteError(f"{stored_name}: transformers renames its tensors to {', '.join(renamed)}")
+        if {full.rpartition(".")[2] for full in renamed} != set(parts):
+            raise UnsupportedError(f"{stored_name}: transformers renames its tensors to {', '.join(renamed)}")
         if name in modules:
             found.linears.append(stored)
         elif address and address.parent in modules:
-            found.experts[address] = stored
-            found.renamed.update(renamed)
+            found.add_expert(address, stored, renamed)
         else:
-            raise HalfbyteError(
+            raise UnsupportedError(
                 f"{stored_name} is stored quantized, but {type(model).__name__} has no such module"
             )
-    quantized_parents = {address.parent for address in found.experts}
-    for address, stored, renamed in plain:
-        if address.parent in quantized_parents:
-            found.experts[address] = stored
-            found.renamed.update(renamed)
+    parents = {address.parent for address in found.experts}
+    for address, stored, renamed in plain_experts:
+        if address.parent in parents:
+            found.add_expert(address, stored, renamed)
     return found
 
 
-def _is_quantized(locals_: Mapping[str, TensorInfo]) -> bool:
-    return "weight_packed" in locals_ or ("weight" in locals_ and "weight_scale" in locals_)
+def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
+    """Tensors by module and local name; biases are left out, as they are never quantized."""
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part != "bias":
+            modules.setdefault(module, {})[part] = info
+    return modules
+
+
+def _scheme(
+    stored_name: str, name: str, parts: Mapping[str, TensorInfo], declared: StoredQuantization
+) -> Scheme | None:
+    """The scheme of a stored weight, none if it is not quantized."""
+    packed, scaled = "weight_packed" in parts, "weight_scale" in parts
+    if packed and not scaled:
+        raise HalfbyteError(f"{stored_name}: weight_scale is missing beside {', '.join(parts)}")
+    if not packed and not (scaled and "weight" in parts):
+        return None
+    role = (
+        Role.EXPERT if ExpertAddress.of(name) else Role.LM_HEAD if name.endswith("lm_head") else Role.LINEAR
+    )
+    scheme = declared.scheme_for(stored_name, role)
+    if scheme is None:
+        raise UnsupportedError(f"{stored_name} is stored quantized, but config.json gives it no scheme")
+    return scheme
 
 
 def _rename(name: str, renamings: Sequence[WeightRenaming]) -> str:
@@ -136,7 +153,6 @@ def _rename(name: str, renamings: Sequence[WeightRenaming]) -> str:
 
 def _place(name: str, modules: Mapping[str, Any], prefix: str) -> str:
     """``name`` with the base model's prefix put on or taken off where only that leads to a module."""
-    address = ExpertAddress.of(name)
     for candidate in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
         if candidate in modules:
             return candidate
