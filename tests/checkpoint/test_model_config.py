@@ -25,7 +25,11 @@ def test_causal_language_models(tmp_path: Path, architecture: str) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {"architectures": None}, {"architectures": ["ChatGLMModel"], "auto_map": {"AutoModelForCausalLM": "m.C"}}],
+    [
+        {},
+        {"architectures": None},
+        {"architectures": ["ChatGLMModel"], "auto_map": {"AutoModelForCausalLM": "m.C"}},
+    ],
 )
 def test_configs_that_leave_it_open(tmp_path: Path, config: dict[str, Any]) -> None:
     assert opened(tmp_path, config).config == config
@@ -51,7 +55,11 @@ def test_architectures_of_the_wrong_type(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "not readable as JSON"), ("[]", "expected a JSON object, found list"), ('{"a":1,"a":2}', "'a' occurs twice")],
+    [
+        ("{", "not readable as JSON"),
+        ("[]", "expected a JSON object, found list"),
+        ('{"a":1,"a":2}', "'a' occurs twice"),
+    ],
 )
 def test_configs_that_are_no_json_object(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "config.json").write_text(content)
@@ -77,7 +85,9 @@ def test_gguf_directories_are_sent_to_the_importer(tmp_path: Path, with_config: 
 
 
 def test_names_of_the_hub_are_not_resolved() -> None:
-    with pytest.raises(HalfbyteError, match="meta-llama/Llama-3-8B: no such directory; only local directories"):
+    with pytest.raises(
+        HalfbyteError, match="meta-llama/Llama-3-8B: no such directory; only local directories"
+    ):
         Checkpoint.open("meta-llama/Llama-3-8B")
 
 

@@ -46,7 +46,9 @@ def test_reads_like_any_checkpoint(tmp_path: Path) -> None:
         checkpoint.copy_bytes(name, stream)
         assert stream.getvalue() == tensor.contiguous().view(torch.uint8).numpy().tobytes()
     assert torch.equal(checkpoint.load_rows("b", 1, 2), TENSORS["b"][1:2])
-    assert torch.equal(checkpoint.load_source(WeightSource("b", expert=0, transposed=True)), TENSORS["b"][0].t())
+    assert torch.equal(
+        checkpoint.load_source(WeightSource("b", expert=0, transposed=True)), TENSORS["b"][0].t()
+    )
 
 
 def test_safetensors_beside_pickles_win(tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_missing_broken_and_doubled_files(tmp_path: Path) -> None:
     with pytest.raises(HalfbyteError, match=r"pytorch_model-2\.bin does not exist"):
         Checkpoint.open(path, allow_pickle=True)
     path = pickled(tmp_path / "twice", {file: {"a": TENSORS["a"]} for file in index.values()}, index)
-    with pytest.raises(HalfbyteError, match="'a' is in pytorch_model-1.bin and pytorch_model-2.bin"):
+    with pytest.raises(HalfbyteError, match=r"'a' is in pytorch_model-1\.bin and pytorch_model-2\.bin"):
         Checkpoint.open(path, allow_pickle=True)
     path = pickled(tmp_path / "numbers", {"pytorch_model.bin": {"a": 1}})
     with pytest.raises(HalfbyteError, match="expected a dictionary of tensors"):

@@ -131,17 +131,20 @@ def changed(path: Path, out: Path, change: str) -> Path:
     """A copy of a checkpoint whose config names something that halfbyte does not read."""
     shutil.copytree(path, out)
     config = json.loads((out / "config.json").read_text())
-    group = config["quantization_config"]["config_groups"]["group_0"]
-    if change == "config":
-        inputs = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-        group["input_activations"] = inputs
+    quantization = config["quantization_config"]
+    inputs = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    if change == "modules":
+        quantization["ignore"].append("re:.*q_proj")
+    elif change == "inputs":
+        quantization["config_groups"]["group_0"]["input_activations"] = inputs
     else:
-        config["quantization_config"]["ignore"].append("re:.*q_proj")
+        group = {**quantization["config_groups"]["group_0"], "input_activations": inputs}
+        quantization["config_groups"]["group_1"] = {**group, "targets": ["re:.*layers.1.mlp.up_proj$"]}
     (out / "config.json").write_text(json.dumps(config))
     return out
 
 
-@pytest.mark.parametrize("change", ["config", "modules"])
+@pytest.mark.parametrize("change", ["inputs", "last inputs", "modules"])
 def test_what_halfbyte_cannot_read_is_left_to_transformers(
     change: str, checkpoints: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

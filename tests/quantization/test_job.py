@@ -52,8 +52,11 @@ def _assert_holds_what_the_algorithm_gives(source: Path, out: Path, clip: str = 
         quantized += 1
         consumed.add(module.source.tensor)
         tensors = {n: after.load(n) for n in after.tensors if n.startswith(module.name + ".weight")}
+        partners = [m for m in layout.modules if module.fused_group and m.fused_group == module.fused_group]
         expected = (clip_mse if clip == "mse" else rtn)(
-            before.load_source(module.source), scheme.weights.with_scale(before.model_dtype)
+            before.load_source(module.source),
+            scheme.weights.with_scale(before.model_dtype),
+            elsewhere=max((float(before.load_source(m.source).abs().max()) for m in partners), default=0.0),
         )
         assert torch.equal(dequantize(decode(module.name, scheme, tensors)), dequantize(expected)), (
             module.name
@@ -81,6 +84,26 @@ def test_every_family(family: str, tmp_path: Path) -> None:
     source = tiny_model(family, tmp_path)
     result = _quantize(source, tmp_path / "out")
     assert result.modules == _assert_holds_what_the_algorithm_gives(source, tmp_path / "out") > 0
+
+
+def test_fused_partners_share_their_global_scale(tmp_path: Path) -> None:
+    """An engine keeps one scale for q, k and v; a v twice as large must not lose its upper half."""
+    source = tiny_model("llama", tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.v_proj.weight"] *= 2.14
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    _quantize(source, tmp_path / "out", Recipe(scheme="nvfp4"))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    names = "qkv"
+    for layer in (0, 1):
+        scales = {
+            written[f"model.layers.{layer}.self_attn.{n}_proj.weight_global_scale"].item() for n in names
+        }
+        assert len(scales) == 1
+        largest = max(
+            tensors[f"model.layers.{layer}.self_attn.{n}_proj.weight"].abs().max().item() for n in names
+        )
+        assert scales.pop() == pytest.approx(448 * 6 / largest, rel=1e-6)
 
 
 def test_clip_of_the_recipe_is_used(tmp_path: Path) -> None:

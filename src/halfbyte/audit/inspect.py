@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halfbyte.audit.declared import Declared, declared, preset_name
+from halfbyte.audit.declaration import Declared, preset_name
+from halfbyte.audit.declared import declared
 from halfbyte.audit.inspection import Anomaly, Inspection, ScaleRange, WeightKind, WeightRow
 from halfbyte.audit.modules import Gathered, StoredModule, contradictions, gather, group_in_words
 from halfbyte.audit.stored import KV_LEAVES, SCALE_LEAVES
@@ -25,7 +26,7 @@ from halfbyte.models.layout import ModelLayout, Role
 SCALE_BUDGET_BYTES = 256 << 20
 SCALE_BUDGET_TENSORS = 10_000
 # Scales that multiply all the others of a tensor say nothing about the range of its weights.
-_OUTER_SCALES = ("weight_global_scale", "weight_scale_2", "channel_scale")
+_OUTER_SCALES = ("weight_global_scale", "weight_scale_2", "weight_channel_scale")
 _KIND_OF_ROLE = {
     Role.LINEAR: "linear weights",
     Role.EXPERT: "linear weights",
@@ -156,7 +157,8 @@ class _Inspector:
                 if leaf in SCALE_LEAVES
             ]
             wanted = (
-                len(infos) <= SCALE_BUDGET_TENSORS and sum(info.nbytes for info in infos) <= SCALE_BUDGET_BYTES
+                len(infos) <= SCALE_BUDGET_TENSORS
+                and sum(info.nbytes for info in infos) <= SCALE_BUDGET_BYTES
             )
         if not wanted:
             return None
@@ -167,7 +169,7 @@ class _Inspector:
             leaf = info.name.rpartition(".")[2]
             for fault in scale_faults(values):
                 self._flag(module, f"{leaf}: {fault}")
-            if all_equal(values):
+            if all_equal(values, info.dtype):
                 self._flag(module, f"{leaf}: all {values.size} scales are {float(values.flat[0]):.6g}")
             return scale_range(values)
 
@@ -212,7 +214,9 @@ class _Inspector:
         elif stored.quantized and self._said.rules:
             faults.append(f"stored as {stored.layout}, yet config.json says that it is not quantized")
         elif not stored.quantized and match and match.binds(role):
-            faults.append(f"config.json says {match.rule.layout}, yet it is stored as {parts['weight'].dtype}")
+            faults.append(
+                f"config.json says {match.rule.layout}, yet it is stored as {parts['weight'].dtype}"
+            )
         bytes_kind = _KIND_OF_ROLE.get(role, "linear weights" if stored.quantized else "other")
         return _Judged(self._kind(module, role), bytes_kind, tuple(faults))
 
@@ -264,7 +268,9 @@ class _Inspector:
         for key, rows in groups.items():
             first = rows[0].kind
             if any(_numbers(row.kind) != _numbers(first) for row in rows[1:]):
-                parts = ", ".join(f"{row.name.rpartition('.')[2]} {' '.join(_numbers(row.kind))}" for row in rows)
+                parts = ", ".join(
+                    f"{row.name.rpartition('.')[2]} {' '.join(_numbers(row.kind))}" for row in rows
+                )
                 self._flag(key, f"engines run these as one, yet they differ: {parts}")
 
     def _check_kv_scales(self) -> None:
@@ -278,7 +284,9 @@ class _Inspector:
                 self._flag(holder, f"has {', '.join(sorted(leaves))} without its partner")
         static = self._said.kv is not None and "static" in self._said.kv
         if found and self._said.kv is None:
-            self._result.notes.append(f"{len(found)} KV cache scales are stored, yet config.json has no KV scheme")
+            self._result.notes.append(
+                f"{len(found)} KV cache scales are stored, yet config.json has no KV scheme"
+            )
         if static and not found:
             self._flag("config.json", f"KV cache {self._said.kv}, yet no k_scale or v_scale is stored")
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from halfbyte.audit.patterns import MergedNames, Pattern, split_numbers
+
 KINDS = ("linear weights", "scales", "embeddings", "lm_head", "norms", "other")
 
 
@@ -47,19 +49,19 @@ class WeightKind:
 
 
 class WeightRow(NamedTuple):
-    """One stored weight, or with ``count`` above 1 the weights whose names fit the pattern ``name``."""
+    """One stored weight, or with ``weights`` above 1 the weights whose names fit the pattern ``name``."""
 
     name: str
     kind: WeightKind
     scales: ScaleRange | None = None
-    count: int = 1
+    weights: int = 1
     anomalies: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         kind = self.kind
         return {
             "name": self.name,
-            "count": self.count,
+            "count": self.weights,
             "role": kind.role,
             "scheme": kind.scheme,
             "preset": kind.preset,
@@ -67,8 +69,8 @@ class WeightRow(NamedTuple):
             "element": kind.element,
             "group": kind.group,
             "shape": list(kind.shape),
-            "parameters": kind.parameters * self.count,
-            "bytes": kind.nbytes * self.count,
+            "parameters": kind.parameters * self.weights,
+            "bytes": kind.nbytes * self.weights,
             "bits_per_weight": round(kind.bits_per_weight, 4),
             "scale_min": self.scales.low if self.scales else None,
             "scale_max": self.scales.high if self.scales else None,
@@ -126,17 +128,12 @@ class Inspection:
     def grouped(self) -> list[WeightRow]:
         """The rows with those merged that differ in layer and expert numbers only."""
         bad = _counted(anomaly.where for anomaly in self.anomalies)
-        merged: dict[tuple[tuple[str | None, ...], int], _Merged] = {}
+        merged: dict[tuple[Pattern, int], _Merged] = {}
         for row in self.rows:
-            pattern: list[str | None] = list(row.name.split("."))
-            numbers: list[int] = []
-            for at, part in enumerate(pattern):
-                if part and part.isdecimal():
-                    numbers.append(int(part))
-                    pattern[at] = None
-            key = tuple(pattern), id(row.kind)
+            pattern, numbers = split_numbers(row.name)
+            key = pattern, id(row.kind)
             if key not in merged:
-                merged[key] = _Merged(key[0], row.kind, [set() for _ in numbers])
+                merged[key] = _Merged(pattern, row.kind)
             merged[key].add(row, numbers, bad.get(row.name, 0))
         return [entry.row() for entry in merged.values()]
 
@@ -173,35 +170,21 @@ class Inspection:
 class _Merged:
     """Weights of one pattern, while they are counted."""
 
-    def __init__(self, pattern: tuple[str | None, ...], kind: WeightKind, numbers: list[set[int]]) -> None:
-        self._pattern, self._kind, self._numbers = pattern, kind, numbers
+    def __init__(self, pattern: Pattern, kind: WeightKind) -> None:
+        self._kind = kind
+        self._names = MergedNames(pattern)
         self._low, self._high = float("inf"), float("-inf")
-        self._count = self._anomalies = 0
+        self._anomalies = 0
 
     def add(self, row: WeightRow, numbers: list[int], anomalies: int) -> None:
-        for seen, number in zip(self._numbers, numbers, strict=True):
-            seen.add(number)
-        self._count += 1
+        self._names.add(numbers)
         self._anomalies += anomalies
         if row.scales:
             self._low, self._high = min(self._low, row.scales.low), max(self._high, row.scales.high)
 
     def row(self) -> WeightRow:
         scales = ScaleRange(self._low, self._high) if self._low <= self._high else None
-        ranges = map(compact, self._numbers)
-        name = ".".join(next(ranges) if part is None else part for part in self._pattern)
-        return WeightRow(name, self._kind, scales, self._count, self._anomalies)
-
-
-def compact(numbers: Iterable[int]) -> str:
-    """Numbers as ranges: {0, 1, 2, 5} -> ``0-2,5``."""
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+        return WeightRow(str(self._names), self._kind, scales, self._names.count, self._anomalies)
 
 
 def _counted(names: Iterable[str]) -> dict[str, int]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from halfbyte.audit.declared import Declared, Match
-from halfbyte.audit.stored import Part, StoredWeight, recognise, split_name
+from halfbyte.audit.declaration import Declared, Match
+from halfbyte.audit.recognise import recognise
+from halfbyte.audit.stored import Part, StoredWeight, split_name
 from halfbyte.checkpoint.headers import TensorInfo
 from halfbyte.formats.spec import TensorFormat
 
@@ -101,8 +102,7 @@ def contradictions(stored: StoredWeight, match: Match) -> list[str]:
             else "config says asymmetric, yet no zero points are stored"
         )
     said, found_group = group_in_words(declared), group_in_words(form)
-    one_group = declared.granularity == "group" and declared.group_size == stored.shape[-1]
-    if said != found_group and not (one_group and form.granularity == "channel"):
+    if said != found_group:
         found.append(f"config says group {said}, scales are per {found_group}")
     if declared.scale in ("e8m0", "e4m3", "int8") and declared.scale != form.scale:
         found.append(f"config says scales in {declared.scale}, they are {form.scale}")

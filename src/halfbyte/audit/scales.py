@@ -9,6 +9,8 @@ from halfbyte.audit.inspection import ScaleRange
 from halfbyte.checkpoint.headers import TensorInfo
 from halfbyte.checkpoint.reader import Checkpoint
 
+_SEVERAL = 8
+
 
 def read_scales(checkpoint: Checkpoint, info: TensorInfo) -> np.ndarray:
     """Values of a scale tensor as stored; 8-bit floats as what they stand for, U8 as powers of two (E8M0)."""
@@ -50,9 +52,14 @@ def scale_faults(values: np.ndarray) -> list[str]:
     ]
 
 
-def all_equal(values: np.ndarray) -> bool:
-    """Whether more than one scale is stored and all are the same: no real weights do that."""
-    return values.size > 1 and bool((values == values.flat[0]).all())
+def all_equal(values: np.ndarray, dtype: str) -> bool:
+    """Whether several scales of a stored ``dtype`` are all the same: trained weights do not do that.
+
+    Scales with few distinct values, such as powers of two, may well agree.
+    """
+    return (
+        dtype in ("BF16", "F16", "F32") and values.size >= _SEVERAL and bool((values == values.flat[0]).all())
+    )
 
 
 def _first(bad: np.ndarray) -> list[int]:

@@ -74,11 +74,9 @@ def decode(module: str, scheme: Scheme, tensors: Mapping[str, torch.Tensor]) -> 
     Whether integers are packed is told by the tensors: both forms of one scheme exist.
     Errors: missing tensors; a dtype or shape that the scheme does not call for; permuted groups.
     """
-    fmt = scheme.weights
     scale_name = f"{module}.weight_scale"
     packed = f"{module}.weight_packed" in tensors
-    if scale_name in tensors and fmt.scale in ("model", *FLOAT_SCALES):
-        fmt = replace(fmt, scale=_SCALE_NAMES.get(tensors[scale_name].dtype, "f32"))
+    fmt = _with_stored_scale(scheme.weights, tensors.get(scale_name))
     tensors = _with_plain_exponents(tensors, scale_name, fmt)
     shape = _weight_shape(module, fmt, tensors, packed)
     tensors = _with_packed_zeros(module, fmt, tensors, packed)
@@ -117,6 +115,13 @@ def _entries(module: str, fmt: TensorFormat, shape: tuple[int, int], packed: boo
         return [codes, scale, Entry(f"{module}.weight_global_scale", "F32", (1,))]
     plain = [Entry(f"{module}.weight", "I8" if fmt.is_integer else _PLAIN_DTYPES[fmt.element], shape), scale]
     return plain if fmt.symmetric else [*plain, Entry(f"{module}.weight_zero_point", "I8", scale_shape)]
+
+
+def _with_stored_scale(fmt: TensorFormat, scales: torch.Tensor | None) -> TensorFormat:
+    """Float scales are what the file holds; any other dtype is refused as not being fp32."""
+    if fmt.scale not in ("model", *FLOAT_SCALES):
+        return fmt
+    return replace(fmt, scale="f32" if scales is None else _SCALE_NAMES.get(scales.dtype, "f32"))
 
 
 def _weight_shape(

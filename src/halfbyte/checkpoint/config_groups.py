@@ -95,7 +95,7 @@ def read_scheme(
     try:
         fmt = _read_weights(weights, form)
         activations = None if inputs is None else _read_activations(inputs)
-    except (HalfbyteError, TypeError, ValueError, AttributeError) as error:
+    except HalfbyteError as error:
         raise HalfbyteError(f"{where}: {error}") from None
     for preset in PRESETS.values():
         group_size = preset.weights.group_size
@@ -125,14 +125,11 @@ def _read_weights(args: Mapping[str, Any], form: str | None) -> TensorFormat:
         scale, outer, strategy = "e4m3", "tensor", "group"
     elif not integer and (_torch_name(args.get("scale_dtype")) == "uint8" or str(form).startswith("mxfp")):
         scale = "e8m0"
-    block = args.get("block_structure")
-    if isinstance(block, str):
-        block = block.split("x")
     return TensorFormat(
         element,
         strategy,
         group_size if strategy == "group" else None,
-        (int(block[0]), int(block[1])) if block and strategy == "block" else None,
+        _block_shape(args.get("block_structure")) if strategy == "block" else None,
         symmetric,
         scale,
         outer,
@@ -171,6 +168,16 @@ def _strategy(args: Mapping[str, Any]) -> str:
     if strategy is None:
         return "group" if group_size else "tensor"
     return str(strategy).lower()
+
+
+def _block_shape(block: Any) -> tuple[int, int]:
+    """``[rows, columns]``, or the ``"128x128"`` of early files."""
+    sizes = block.split("x") if isinstance(block, str) else block
+    if isinstance(sizes, list | tuple) and len(sizes) == 2 and all(str(size).isdecimal() for size in sizes):
+        rows, columns = map(int, sizes)
+        if rows and columns:
+            return rows, columns
+    raise HalfbyteError(f"block_structure {block!r}; accepted: two positive sizes, as [128, 128]")
 
 
 def _torch_name(dtype: Any) -> str:

@@ -81,9 +81,10 @@ def read_weight_map(index: Path, key: str = "weight_map") -> dict[str, str]:
     weight_map = parse_json(read_bytes(index), index).get(key)
     if not isinstance(weight_map, dict) or not weight_map:
         raise HalfbyteError(f"{index}: {key!r} must map tensor names to file names")
-    for file in dict.fromkeys(map(str, weight_map.values())):
-        if Path(file).name != file or file not in weight_map.values():
-            raise HalfbyteError(f"{index}: {file!r} is not the name of a file beside the index")
+    wrong = [file for file in weight_map.values() if not isinstance(file, str)]
+    wrong = wrong or [file for file in set(weight_map.values()) if Path(file).name != file]
+    if wrong:
+        raise HalfbyteError(f"{index}: {wrong[0]!r} is not the name of a file beside the index")
     return weight_map
 
 

@@ -115,8 +115,10 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise HalfbyteError(f"{path}: tensor {name!r} needs dtype, shape and two data_offsets") from None
-    if not isinstance(shape, list) or not all(
-        type(value) is int and value >= 0 for value in [*shape, begin, end]
+    if (
+        not isinstance(shape, list)
+        or {*map(type, shape), type(begin), type(end)} != {int}
+        or min([*shape, begin, end]) < 0
     ):
         raise HalfbyteError(
             f"{path}: shape and data_offsets of tensor {name!r} must be non-negative integers"

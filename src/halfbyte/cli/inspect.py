@@ -69,14 +69,14 @@ def _weights_table(rows: list[WeightRow], scales_read: bool) -> Table:
         kind = row.kind
         cells = [
             escape(row.name),
-            str(row.count),
+            str(row.weights),
             kind.role,
             f"{kind.scheme} {kind.preset}" if kind.preset else kind.scheme,
             kind.element,
             kind.group,
             "x".join(map(str, kind.shape)),
             f"{kind.bits_per_weight:.3f}",
-            console_size(kind.nbytes * row.count),
+            console_size(kind.nbytes * row.weights),
         ]
         if scales_read:
             cells.append(f"{row.scales.low:.3g} .. {row.scales.high:.3g}" if row.scales else "")

@@ -33,15 +33,15 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     Errors: NaN, for which the format has no code.
     """
     x = x.float()
-    if bool(x.isnan().any()):
+    magnitude = x.abs().clamp_(max=6.0)
+    if bool(magnitude.sum().isnan()):
         raise NonFiniteError("E2M1 has no NaN; accepted: numbers and infinities, which saturate to 6")
-    magnitude = x.abs().clamp(max=6.0)
     # Codes are linear in three pieces of slope 2, 1 and 1/2; the lower envelope of the rounded pieces is the code,
     # and as each piece starts at an even code, ties to even in a piece are ties to even in the codes.
-    code = (magnitude * 2.0).round()
-    code = torch.minimum(code, magnitude.round() + 2.0)
-    code = torch.minimum(code, (magnitude * 0.5).round() + 4.0)
-    return code.to(torch.uint8) | (x.signbit().to(torch.uint8) << 3)
+    code = (magnitude * 2.0).round_()
+    torch.minimum(code, magnitude.round().add_(2.0), out=code)
+    torch.minimum(code, magnitude.mul_(0.5).round_().add_(4.0), out=code)
+    return code.to(torch.uint8).bitwise_or_(x.signbit().to(torch.uint8) << 3)
 
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:

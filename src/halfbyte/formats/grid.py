@@ -66,18 +66,23 @@ class Ranges:
 
     low: torch.Tensor
     high: torch.Tensor
+    elsewhere: float = 0.0
 
     @classmethod
-    def of(cls, weight: torch.Tensor, fmt: TensorFormat) -> Ranges:
-        """Ranges of a weight ``[..., out, in]``. Errors: NaN or Inf in it, a shape that ``fmt`` cannot tile."""
+    def of(cls, weight: torch.Tensor, fmt: TensorFormat, elsewhere: float = 0.0) -> Ranges:
+        """Ranges of a weight ``[..., out, in]``.
+
+        elsewhere: largest magnitude of other weights that share its outer scale per tensor.
+        Errors: NaN or Inf in it, a shape that ``fmt`` cannot tile.
+        """
         weight = as_float(weight)
         tiling = Tiling.of(tuple(weight.shape), fmt)
         shape = fmt.scale_shape(weight.shape)
         if fmt.symmetric:
             high = absolute_maxima(weight, tiling).reshape(shape)
-            return cls(-high, high)
+            return cls(-high, high, elsewhere)
         low, high = signed_ranges(weight, tiling)
-        return cls(low.reshape(shape), high.reshape(shape))
+        return cls(low.reshape(shape), high.reshape(shape), elsewhere)
 
     @property
     def absmax(self) -> torch.Tensor:
@@ -115,11 +120,11 @@ def choose_grid(ranges: Ranges, fmt: TensorFormat, ratio: float | torch.Tensor =
     reach = symmetric_reach(fmt.bits) if fmt.is_integer else fmt.max_value
     if fmt.outer is None:
         return Grid(round_scales(clipped.high / reach, fmt.scale))
-    outer = _outer_scales(ranges.high, fmt, reach)
+    outer = _outer_scales(ranges, fmt, reach)
     return Grid(round_scales(clipped.high / reach / outer, fmt.scale), None, outer)
 
 
-def _outer_scales(absmax: torch.Tensor, fmt: TensorFormat, reach: float) -> torch.Tensor:
+def _outer_scales(ranges: Ranges, fmt: TensorFormat, reach: float) -> torch.Tensor:
     """fp32 scales that bring the largest inner scale to the top of its dtype (NVFP4: amax / (448 * 6))."""
     if fmt.scale != "e4m3" or (fmt.outer == "channel" and fmt.granularity != "group"):
         raise HalfbyteError(
@@ -127,4 +132,7 @@ def _outer_scales(absmax: torch.Tensor, fmt: TensorFormat, reach: float) -> torc
             "accepted: e4m3 scales, per group for outer scales per channel"
         )
     axes = (-1,) if fmt.outer == "channel" else (-2, -1)
-    return (absmax.amax(axes, keepdim=True) / (LARGEST_SCALE["e4m3"] * reach)).clamp(min=SMALLEST_OUTER_SCALE)
+    absmax = ranges.high.amax(axes, keepdim=True).clamp(min=ranges.elsewhere)
+    outer = (absmax / (LARGEST_SCALE["e4m3"] * reach)).clamp(min=SMALLEST_OUTER_SCALE)
+    # Files store the reciprocal of a tensor's scale, so it is one that survives that: codes fit what readers get.
+    return outer.reciprocal().reciprocal() if fmt.outer == "tensor" else outer

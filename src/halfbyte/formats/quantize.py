@@ -14,17 +14,22 @@ from halfbyte.formats.tiles import Tiling
 
 
 def quantize(
-    weight: torch.Tensor, fmt: TensorFormat, *, ratio: float | torch.Tensor = 1.0
+    weight: torch.Tensor,
+    fmt: TensorFormat,
+    *,
+    ratio: float | torch.Tensor = 1.0,
+    elsewhere: float = 0.0,
 ) -> QuantizedTensor:
     """A weight ``[..., out, in]`` of any float dtype in ``fmt``, rounded to nearest in fp32, ties to even.
 
     ratio: positive; the share of each tile's range that its scale covers, broadcastable to the scales' shape.
         Values beyond it saturate.
+    elsewhere: largest magnitude of other weights that share the outer scale per tensor.
     ``fmt.scale`` must be settled. Scales are rounded to their dtype before codes are chosen, and are finite and
     positive even for tiles of zeros. Leading axes are a stack: each weight is quantized as it would be alone.
     Errors: NaN or Inf (NonFiniteError), shapes that ``fmt`` cannot divide, formats that have no rule.
     """
-    return encode(weight, fmt, choose_grid(Ranges.of(weight, fmt), fmt, ratio))
+    return encode(weight, fmt, choose_grid(Ranges.of(weight, fmt, elsewhere), fmt, ratio))
 
 
 def encode(weight: torch.Tensor, fmt: TensorFormat, grid: Grid) -> QuantizedTensor:

@@ -34,11 +34,11 @@ class Tiling:
     def of(cls, shape: tuple[int, ...], fmt: TensorFormat) -> Tiling:
         """Tiling of a weight ``[..., out, in]`` in ``fmt``.
 
-        Errors: fewer than two axes, no input features, a group size that does not divide ``in``.
+        Errors: fewer than two axes, no rows or columns, a group size that does not divide ``in``.
         """
-        if len(shape) < 2 or shape[-1] == 0:
+        if len(shape) < 2 or 0 in shape[-2:]:
             raise HalfbyteError(
-                f"a weight {list(shape)} cannot be quantized; accepted: [..., out, in] with in > 0"
+                f"a weight {list(shape)} cannot be tiled; accepted: [..., out, in], both above 0"
             )
         *lead, down, across = fmt.scale_shape(shape)
         stack = 1
@@ -75,8 +75,6 @@ class Tiling:
     def chunks(self) -> Iterator[tuple[slice, slice]]:
         """Slices over ``down`` and ``rows`` that hold about ``CHUNK`` elements each."""
         row = self.across * self.columns
-        if self.rows == 0:
-            return
         if self.rows * row <= CHUNK:
             step = CHUNK // (self.rows * row)
             for start in range(0, self.down, step):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
 
 import torch
 
@@ -11,6 +10,7 @@ from halfbyte.formats.floats import decode_e2m1
 from halfbyte.formats.scales import scale_values
 from halfbyte.formats.spec import TensorFormat
 from halfbyte.kernels.inputs import decode_codes
+from halfbyte.kernels.nibbles import e2m1_values
 from halfbyte.kernels.storage import strips, unpack_codes
 
 
@@ -41,21 +41,7 @@ def _scaled(values: torch.Tensor, strip: Mapping[str, torch.Tensor], fmt: Tensor
 
 def _codes(codes: torch.Tensor, fmt: TensorFormat, in_features: int) -> torch.Tensor:
     """Compact codes of some rows, fp32 ``[rows, in]``, new memory."""
-    if fmt.bits == 4 and codes.device.type == "cpu" and codes.shape[-1] != in_features:
-        # Two codes to a byte, in order: one look-up finds both.
-        bytes_ = codes.view(torch.uint8)
-        pairs = torch.index_select(_pairs(fmt.element), 0, bytes_.reshape(-1).int())
-        return pairs.view(torch.float32).view(codes.shape[0], -1)[:, :in_features].contiguous()
+    if fmt.element == "e2m1" and codes.device.type == "cpu" and codes.shape[1] != in_features:
+        return e2m1_values(codes, in_features)
     codes = unpack_codes(codes, fmt, in_features)
     return decode_e2m1(codes) if fmt.element == "e2m1" else decode_codes(codes)
-
-
-@cache
-def _pairs(element: str) -> torch.Tensor:
-    """By byte: the values of its low and its high nibble, as one 8-byte element."""
-    with torch.inference_mode(False):
-        nibbles = torch.arange(16, device="cpu")
-        # INT4 nibbles hold code + 8.
-        values = decode_e2m1(nibbles) if element == "e2m1" else nibbles.float() - 8
-        low, high = values.repeat(16), values.repeat_interleave(16)
-        return torch.stack([low, high], -1).view(torch.complex64).view(256)

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from halfbyte.formats.packing import pack_int32, pack_nibbles, unpack_int32, unpack_nibbles
+from halfbyte.formats.packing import pack_int32, pack_nibbles, unpack_int32
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.spec import TensorFormat
+from halfbyte.kernels.nibbles import nibbles
 
 # fp32 values worked on at a time: what two cores keep in their second-level caches.
 _CHUNK = 1 << 18
@@ -67,8 +68,10 @@ def _pack(q: QuantizedTensor) -> torch.Tensor:
 
 def unpack_codes(codes: torch.Tensor, fmt: TensorFormat, in_features: int) -> torch.Tensor:
     """Codes as ``QuantizedTensor`` holds them, from their compact form."""
+    if fmt.element == "int4":
+        return nibbles(codes, in_features).view(torch.int8).sub_(8)
     if fmt.is_integer and fmt.bits < 8:
         return unpack_int32(codes, fmt.bits, in_features)
     if fmt.element == "e2m1" and codes.shape[-1] != in_features:
-        return unpack_nibbles(codes)
+        return nibbles(codes, in_features)
     return codes

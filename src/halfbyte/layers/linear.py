@@ -96,7 +96,7 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` to ``[..., out]`` in the dtype of ``x``."""
-        if torch.is_grad_enabled() and x.requires_grad:
+        if torch.is_grad_enabled():
             return _ForwardOnly.apply(x, self)
         return self._run(x)
 
@@ -133,7 +133,9 @@ class QuantLinear(nn.Module):
         scheme = replace(self.scheme, weights=q.format)
         problem = LinearProblem(scheme, self.out_features, self.in_features, q.codes.device, dtype)
         self._kernel = select(problem, module=self.name)
-        self._prepared = self._kernel.prepare(q, problem, input_scale)
+        # Whatever the mode in which inputs of another dtype first come, the weight outlives it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._prepared = self._kernel.prepare(q, problem, input_scale)
 
     def _ready(self) -> tuple[Kernel, Prepared]:
         if self._kernel is None or self._prepared is None:
@@ -144,7 +146,8 @@ class QuantLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._prepared is None:
             return
-        encoded = {**self._codec.encode(self.unpack()), **self._kept}
+        with torch.inference_mode(False), torch.no_grad():
+            encoded = {**self._codec.encode(self.unpack()), **self._kept}
         if new := sorted(set(encoded) - set(self._stored_names)):
             raise HalfbyteError(
                 f"{self.name}: cannot be saved, it was stored as {', '.join(self._stored_names)}, "

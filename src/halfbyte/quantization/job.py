@@ -20,6 +20,8 @@ from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from halfbyte.errors import HalfbyteError, NonFiniteError
 from halfbyte.models.describe import describe
+from halfbyte.models.layout import ModuleInfo
+from halfbyte.quantization.partners import PartnersAbsmax
 from halfbyte.quantization.plan import Copy, QuantizationPlan, Quantize, Step, make_plan
 from halfbyte.recipe import Recipe
 
@@ -77,12 +79,13 @@ def run(
         out, plan.entries, overwrite=overwrite, shard_bytes=shard_bytes, fingerprint=plan.fingerprint
     ) as writer:
         missing = {entry.name for entry in writer.missing()}
+        partners_absmax = PartnersAbsmax(checkpoint, plan.layout)
         for step, weight in _with_weights(checkpoint, plan.steps, missing):
             if isinstance(step, Copy):
                 if step.tensor in missing:
                     writer.write(step.tensor, partial(checkpoint.copy_bytes, step.tensor))
             elif weight is not None:
-                for name, tensor in _quantized(plan, step, weight).items():
+                for name, tensor in _quantized(plan, step, weight, partners_absmax).items():
                     if name in missing:
                         writer.write(name, tensor)
             if progress:
@@ -155,13 +158,21 @@ def _with_weights(
                 yield step, None
 
 
-def _quantized(plan: QuantizationPlan, step: Quantize, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def _quantized(
+    plan: QuantizationPlan,
+    step: Quantize,
+    weight: torch.Tensor,
+    partners_absmax: Callable[[ModuleInfo], float],
+) -> dict[str, torch.Tensor]:
     """The stored tensors of one module."""
     dtype = plan.checkpoint.model_dtype
     number_format = step.scheme.weights.with_scale(dtype)
     algorithm = clip_mse if plan.assignment.clips[step.module.name] == "mse" else rtn
+    shared = number_format.outer == "tensor" and step.module.fused_group is not None
     try:
-        quantized = algorithm(weight, number_format)
+        quantized = algorithm(
+            weight, number_format, elsewhere=partners_absmax(step.module) if shared else 0.0
+        )
     except NonFiniteError as error:
         stored = plan.checkpoint.info(step.module.source.tensor)
         raise NonFiniteError(f"{stored.file}: {stored.name}: {error}") from None

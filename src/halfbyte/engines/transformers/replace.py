@@ -33,20 +33,24 @@ _FUSED_BIASES = {"gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
 def replace_modules(model: PreTrainedModel, found: StoredModules) -> None:
     """Put a layer of ours, on the meta device, wherever ``found`` has a quantized weight.
 
-    model_dtype: the checkpoint's (``bf16``, ``f16`` or ``f32``).
-    Errors: modules of a kind that is no linear layer; tensors missing beside a stored weight; experts of a
-    kind that is not known here.
+    Errors: a missing input scale or expert. UnsupportedError, with the model as it was: modules of a kind that is
+    no linear layer; a scheme that no kernel runs; experts of a kind that is not known here.
     """
+    layers: dict[str, nn.Module] = {}
     for stored in found.linears:
         module = model.get_submodule(stored.name)
         in_features, out_features = _sizes(module, stored)
-        layer = _quant_linear(stored, in_features, out_features, module.bias)
-        model.set_submodule(stored.name, layer)
+        layers[stored.name] = _quant_linear(stored, in_features, out_features, module.bias)
     by_parent: dict[str, dict[ExpertAddress, StoredModule]] = {}
     for address, stored in found.experts.items():
         by_parent.setdefault(address.parent, {})[address] = stored
     for parent, experts in by_parent.items():
-        model.set_submodule(parent, _quant_experts(model.get_submodule(parent), parent, experts))
+        layers[parent] = _quant_experts(model.get_submodule(parent), parent, experts)
+    for parent in by_parent:
+        # What is left of fused experts only lends its gate: their weights are never loaded.
+        model.get_submodule(parent)._parameters.clear()
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
     _untie(model)
 
 
@@ -153,8 +157,6 @@ def _quant_experts(
         up_bias=parameters.get("gate_up_proj_bias", parameters.get("up_proj_bias")),
         down_bias=parameters.get("down_proj_bias"),
     )
-    # What is left of the module only lends its gate: its weights were never loaded.
-    fused._parameters.clear()
     return QuantExperts(layers, names, gate)
 
 
