@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.checkpoint.name_patterns import covering_patterns
@@ -44,6 +44,7 @@ parts = st.sampled_from(["a", "gate", "gate_proj", "up_proj", "0", "1", "10", "x
 module_names = st.lists(st.lists(parts, min_size=1, max_size=5).map(".".join), unique=True, max_size=24)
 
 
+@settings(deadline=None)
 @given(module_names, st.data())
 def test_patterns_mean_the_names_and_no_others(names: list[str], data: st.DataObject) -> None:
     chosen = data.draw(st.sets(st.sampled_from(names))) if names else set()

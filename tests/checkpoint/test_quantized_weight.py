@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.checkpoint.dtypes import STORED_NAMES
@@ -104,6 +104,7 @@ def test_packed_zero_points_of_any_number_of_rows(rows: int) -> None:
     assert torch.equal(theirs, dequantize(q).to(theirs.dtype))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-8, 7), min_size=16, max_size=16), st.integers(-8, 7))
 def test_packed_bytes_by_definition(codes: list[int], zero: int) -> None:
     """Word j of a row holds code 8j+i plus 8 in its nibble i; zero points do the same along rows."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.checkpoint.headers import DTYPE_BITS, read_header
@@ -29,6 +29,7 @@ def test_one_shard_is_the_single_file() -> None:
     assert [shard.file for shard in plan_shards(entries(4, 6), 10)] == ["model.safetensors"]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(DTYPE_BITS)), st.integers(0, 5)), min_size=1, max_size=12),
     st.integers(1, 200),

@@ -193,6 +193,13 @@ def test_only_checkpoints_are_overwritten(tmp_path: Path, source: Path) -> None:
     assert Checkpoint.open(tmp_path / "empty").notes == []
 
 
+def test_the_source_is_never_replaced(source: Path) -> None:
+    before = contents(source)
+    with pytest.raises(HalfbyteError, match="a checkpoint is not replaced by what is made from it"):
+        write(source, source, overwrite=True)
+    assert contents(source) == before
+
+
 def interrupted(out: Path, fingerprint: str = "f", after: int = 3) -> None:
     """Write the first tensors in shards of one tensor each, then Ctrl-C inside the next."""
 

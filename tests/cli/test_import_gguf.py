@@ -23,12 +23,11 @@ def test_json_says_what_was_written(file: Path, tmp_path: Path) -> None:
     assert ran.json["stored_types"] == {"F32": len(written.tensors)}
 
 
-def test_text_and_overwrite(file: Path, tmp_path: Path) -> None:
+def test_text_and_refusal_to_overwrite(file: Path, tmp_path: Path) -> None:
     assert "parameters (21 F32)" in halfbyte("import-gguf", file, "-o", tmp_path / "out").out
     again = halfbyte("import-gguf", file, "-o", tmp_path / "out")
     assert again.code == 2
     assert "--overwrite" in again.complaint
-    assert halfbyte("import-gguf", file, "-o", tmp_path / "out", "--overwrite").code == 0
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_the_same_logits_on_transformers_own_path(scheme: str, checkpoints: Chec
     assert (got - want).norm() < limit * want.norm()
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 def test_what_the_caller_asks_of_transformers_own_path_is_done(checkpoints: Checkpoints) -> None:
     pytest.importorskip("compressed_tensors")
     path = checkpoints.quantized("llama", "w4a16")

@@ -193,6 +193,14 @@ def test_output_exists(tmp_path: Path) -> None:
     assert _bytes(tmp_path / "out")["model.safetensors"] != first["model.safetensors"]
 
 
+def test_source_is_no_output(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    before = _bytes(source)
+    with pytest.raises(HalfbyteError, match="is the source itself"):
+        _quantize(source, tmp_path / "." / "llama", overwrite=True)
+    assert _bytes(source) == before
+
+
 _SLOW_RUN = """
 import sys, time
 from halfbyte.quantization import job

@@ -28,7 +28,7 @@ class CodeTable:
 
     def value_of(self, codes: np.ndarray) -> np.ndarray:
         """float32 values in the shape of ``codes``."""
-        return np.take(self.value, codes)
+        return lookup(self.value, codes)
 
 
 @lru_cache(maxsize=32)
@@ -46,6 +46,11 @@ def code_table(element: str, signed_bytes: bool = False) -> CodeTable:
     integers = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
     allowed = (integers >= -half) & (integers < half)
     return _with_bounds(np.where(allowed, integers, np.float32(np.nan)), integer=True)
+
+
+def lookup(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """``table[codes]``, several times as fast; codes beyond the table, which no unpacking gives, would wrap."""
+    return np.take(table, codes, mode="wrap")
 
 
 def _with_bounds(table: np.ndarray, integer: bool) -> CodeTable:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from halfbyte.audit.codes import lookup
 from halfbyte.audit.decode import Tiles
 
 # fp32 division leaves this much of a step in doubt.
@@ -58,42 +59,48 @@ class Comparison:
         if not np.isfinite(self.source_squares):
             self.source_finite = False
             return
-        difference = tiles.weight().reshape(source.shape)
+        value = tiles.by_tile(tiles.table.value_of(tiles.codes))
+        self._judge_codes(tiles, value, source)
+        difference = tiles.scaled(value).reshape(source.shape)
         difference -= source
         self.error_squares += _squares(difference)
         self.largest_error = max(self.largest_error, float(difference.max()), -float(difference.min()))
-        self._judge_codes(tiles, source)
 
-    def _judge_codes(self, tiles: Tiles, source: np.ndarray) -> None:
+    def _judge_codes(self, tiles: Tiles, value: np.ndarray, source: np.ndarray) -> None:
         two_level = tiles.zero is not None and tiles.outer is not None
         wanted = _in_steps(tiles, source, two_level)
-        below = tiles.by_tile(np.take(tiles.table.low, tiles.codes))
-        below -= wanted
-        above = wanted - tiles.by_tile(np.take(tiles.table.high, tiles.codes))
-        beyond = np.maximum(below, above, out=below)
+        self._tiles += value.shape[0] * value.shape[1]
         # Integer group scales stand on weights that were rounded once before.
         slack = _EXACT_SLACK + (0.5 / tiles.scale if two_level else 0.0)
-        off = beyond > slack
-        count = int(np.count_nonzero(off))
-        self._tiles += off.shape[0] * off.shape[1]
-        self._count_shifted(tiles, wanted)
-        if not count:
-            return
-        self._off += count
-        self._tiles_off += int(np.count_nonzero(off.any(axis=2)))
-        if self._first_off is None:
-            self._first_off = _place(tiles, off)
-        far = off if two_level else off & (beyond > slack + np.abs(wanted) * _BF16_SLACK)
-        self._far_off += int(np.count_nonzero(far))
-        if self._first_far is None and far.any():
-            self._first_far = _place(tiles, far)
+        table = tiles.table
+        if table.integer:
+            steps = wanted - value
+            suspects = np.abs(steps) > 0.5 + slack
+            if tiles.width >= _SHIFT_WIDTH:
+                shift = np.clip(steps, -1.5, 1.5, out=steps).mean(axis=2)
+                self._tiles_shifted += int(np.count_nonzero(np.abs(shift) > _SHIFTED))
+        else:
+            suspects = wanted < tiles.by_tile(lookup(table.low, tiles.codes)) - slack
+            suspects |= wanted > tiles.by_tile(lookup(table.high, tiles.codes)) + slack
+        at = np.flatnonzero(suspects)
+        if at.size:
+            self._count_off(
+                tiles, wanted.reshape(-1)[at], np.broadcast_to(slack, value.shape).reshape(-1)[at], at
+            )
 
-    def _count_shifted(self, tiles: Tiles, wanted: np.ndarray) -> None:
-        if not tiles.table.integer or tiles.width < _SHIFT_WIDTH:
-            return
-        steps = wanted - tiles.by_tile(tiles.table.value_of(tiles.codes))
-        shift = np.clip(steps, -1.5, 1.5, out=steps).mean(axis=2)
-        self._tiles_shifted += int(np.count_nonzero(np.abs(shift) > _SHIFTED))
+    def _count_off(self, tiles: Tiles, wanted: np.ndarray, slack: np.ndarray, at: np.ndarray) -> None:
+        """Weights number ``at`` of the chunk may hold a code that is not the nearest; at the ends codes saturate."""
+        codes = tiles.codes.reshape(-1)[at]
+        beyond = np.maximum(lookup(tiles.table.low, codes) - wanted, wanted - lookup(tiles.table.high, codes))
+        off = beyond > slack
+        far = beyond > slack + np.abs(wanted) * _BF16_SLACK
+        self._off += int(np.count_nonzero(off))
+        self._far_off += int(np.count_nonzero(far))
+        self._tiles_off += len(np.unique(at[off] // tiles.width))
+        if self._first_off is None and off.any():
+            self._first_off = tiles.place(int(at[off][0]))
+        if self._first_far is None and far.any():
+            self._first_far = tiles.place(int(at[far][0]))
 
     def damage(self) -> str | None:
         """Why the codes cannot be what an algorithm made of this source; none if they can."""
@@ -125,11 +132,6 @@ def _in_steps(tiles: Tiles, source: np.ndarray, two_level: bool) -> np.ndarray:
     if tiles.zero is not None:
         wanted += tiles.zero
     return wanted
-
-
-def _place(tiles: Tiles, where: np.ndarray) -> tuple[int, int]:
-    row, column = np.unravel_index(int(where.argmax()), tiles.codes.shape)
-    return tiles.start + int(row), int(column)
 
 
 def _squares(values: np.ndarray) -> float:

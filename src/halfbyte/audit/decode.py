@@ -25,7 +25,8 @@ DECODED_LAYOUTS = frozenset(
         *("mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized", "two-level-pack-quantized"),
     }
 )
-_CHUNK_ELEMENTS = 1 << 20
+# A chunk goes through a dozen passes, so it should stay in the cache.
+_CHUNK_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,16 @@ class Tiles:
         bad = ~np.isfinite(self.table.value_of(self.codes))
         if not bad.any():
             return None
-        row, column = np.unravel_index(int(bad.argmax()), bad.shape)
-        return self.start + int(row), int(column)
+        return self.place(int(bad.argmax()))
 
-    def weight(self) -> np.ndarray:
-        """The numbers, float32 ``[rows, n, width]``."""
-        found = self.by_tile(self.table.value_of(self.codes))
-        if self.zero is not None:
-            found -= self.zero
+    def place(self, number: int) -> tuple[int, int]:
+        """Row and column in the whole weight of the chunk's weight with this number."""
+        row, column = divmod(number, self.codes.shape[1])
+        return self.start + row, column
+
+    def scaled(self, value: np.ndarray) -> np.ndarray:
+        """What codes that stand for ``value``, float32 ``[rows, n, width]``, are worth here. May reuse ``value``."""
+        found = value if self.zero is None else np.subtract(value, self.zero, out=value)
         found *= self.scale
         if self.outer is not None:
             found *= self.outer

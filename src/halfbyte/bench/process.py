@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,23 +20,28 @@ class ProcessCost:
     peak_rss: int
 
 
+# A child's peak starts at what its parent had, so the parent is an interpreter with nothing in it.
+_SMALL_PARENT = """
+import os, subprocess, sys, time
+started = time.perf_counter()
+child = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, usage = os.wait4(child.pid, 0)
+print(time.perf_counter() - started, usage.ru_maxrss, os.waitstatus_to_exitcode(status))
+"""
+
+
 def measure(command: Sequence[str]) -> ProcessCost:
     """Run ``command`` to its end with its output discarded.
 
     Errors: a command that fails; the message has the last line it printed.
     """
-    started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    said = process.stderr.read().decode(errors="replace").strip().splitlines()
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - started
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise HalfbyteError(
-            f"{' '.join(command)}: exit code {process.returncode}: {said[-1] if said else 'no output'}"
-        )
-    return ProcessCost(seconds, usage.ru_maxrss * _RSS_UNIT)
+    small_parent = [sys.executable, "-ISc", _SMALL_PARENT, *command]
+    done = subprocess.run(small_parent, capture_output=True, text=True, check=True)
+    seconds, peak, code = done.stdout.split()
+    if code != "0":
+        said = done.stderr.strip().splitlines()
+        raise HalfbyteError(f"{' '.join(command)}: exit code {code}: {said[-1] if said else 'no output'}")
+    return ProcessCost(float(seconds), int(peak) * _RSS_UNIT)
 
 
 def halfbyte_command(*arguments: str) -> list[str]:

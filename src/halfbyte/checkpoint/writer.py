@@ -92,10 +92,14 @@ class CheckpointWriter:
     def finish(self, config: Mapping[str, Any], copy_from: Path | str) -> None:
         """Write the index and ``config`` as config.json, copy side files of ``copy_from``, appear as OUT.
 
-        Errors: tensors that were never written; a full disk.
+        Errors: tensors that were never written; OUT is ``copy_from``; a full disk.
         """
         if self._missing:
             raise HalfbyteError(f"{self._directory.out}: never written: {listed(self._missing)}")
+        if self._directory.out.resolve() == Path(copy_from).resolve():
+            raise HalfbyteError(
+                f"{copy_from}: a checkpoint is not replaced by what is made from it; choose another OUT"
+            )
         partial = self._directory.partial
         with self._one_line():
             self._directory.copy_side_files(Path(copy_from))

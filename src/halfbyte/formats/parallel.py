@@ -28,7 +28,14 @@ def for_each(function: Callable[[Piece], None], pieces: Iterable[Piece], device:
         for piece in pieces:
             function(piece)
         return
-    for _ in _workers(threads).map(function, pieces):
+    inference = torch.is_inference_mode_enabled()
+
+    def call(piece: Piece) -> None:
+        # Modes belong to a thread; tensors made under the caller's could not be written without it.
+        with torch.inference_mode(inference):
+            function(piece)
+
+    for _ in _workers(threads).map(call, pieces):
         pass
 
 
@@ -37,6 +44,8 @@ def _workers(threads: int) -> ThreadPoolExecutor:
     all_started = threading.Barrier(threads + 1)
 
     def start() -> None:
+        # torch sets a thread up at its first use, and would then take back what was set before.
+        torch.get_num_threads()
         torch.set_num_threads(1)
         all_started.wait()
 

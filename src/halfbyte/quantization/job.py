@@ -75,6 +75,8 @@ def run(
     Errors: NaN or Inf in a weight (the tensor is named); a full disk; ``out`` exists without ``overwrite``.
     """
     checkpoint = plan.checkpoint
+    if Path(out).resolve() == checkpoint.path.resolve():
+        raise HalfbyteError(f"{out}: is the source itself; accepted: another directory")
     with CheckpointWriter(
         out, plan.entries, overwrite=overwrite, shard_bytes=shard_bytes, fingerprint=plan.fingerprint
     ) as writer:

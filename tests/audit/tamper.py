@@ -1,0 +1,59 @@
+"""Changing a checkpoint on disk the way that faults do, and making small ones to change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from halfbyte.quantization import job
+from halfbyte.recipe import Recipe
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def quantized(source: Path, out: Path, scheme: str = "w4a8", **options: Any) -> Path:
+    """The checkpoint ``source`` quantized by the real job."""
+    job.run(job.prepare(source, Recipe(scheme=scheme)), out, **options)
+    return out
+
+
+def copied(path: Path, to: Path) -> Path:
+    """A copy of a checkpoint, to be damaged."""
+    shutil.copytree(path, to)
+    return to
+
+
+def shards(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors"))
+
+
+def change(path: Path, edit: Callable[[dict[str, torch.Tensor]], None], shard: int = 0) -> None:
+    """Rewrites one shard with its tensors edited in place."""
+    file = shards(path)[shard]
+    tensors = load_file(file)
+    edit(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, {"format": "pt"})
+
+
+def change_config(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrites config.json after an edit in place."""
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    edit(config)
+    file.write_text(json.dumps(config))
+
+
+def names(path: Path) -> set[str]:
+    """All tensors of a checkpoint."""
+    found: set[str] = set()
+    for file in shards(path):
+        with safe_open(file, "pt") as opened:
+            found |= set(opened.keys())
+    return found
