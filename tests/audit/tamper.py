@@ -42,6 +42,18 @@ def change(path: Path, edit: Callable[[dict[str, torch.Tensor]], None], shard: i
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, {"format": "pt"})
 
 
+def drop(path: Path, prefix: str) -> None:
+    """Rewrites the first shard without the tensors whose names start with ``prefix``; there must be some."""
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        gone = [name for name in tensors if name.startswith(prefix)]
+        assert gone
+        for name in gone:
+            del tensors[name]
+
+    change(path, edit)
+
+
 def change_config(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     """Rewrites config.json after an edit in place."""
     file = path / "config.json"

@@ -14,7 +14,7 @@ from halfbyte.audit.verify import verify
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import HalfbyteError
 from halfbyte.schemes import PRESETS
-from tests.audit.tamper import Q_PROJ, change, change_config, copied, names, quantized, shards
+from tests.audit.tamper import Q_PROJ, change, change_config, copied, drop, names, quantized, shards
 from tests.tiny import tiny_model
 
 Make = Callable[[str], Path]
@@ -34,8 +34,10 @@ def test_what_the_job_writes_passes(scheme: str, llama: Path, made: Make) -> Non
     assert [finding for finding in found.findings if finding.level != "ok"] == []
     assert len(found.weights) == 7
     assert found.untouched == 5
-    bits = PRESETS[scheme].weights.bits
-    assert all(0 < weight.relative_error < 2.0**-bits * 2.5 for weight in found.weights)  # type: ignore[operator]
+    # Uniform rounding of normal weights over a range of about 3 deviations; E4M3 has three bits of significand.
+    fmt = PRESETS[scheme].weights
+    bound = 0.04 if fmt.element == "e4m3" else 2.0**-fmt.bits * 2.5
+    assert all(0 < weight.relative_error < bound for weight in found.weights)  # type: ignore[operator]
     assert found.schema is (None if scheme == "w4a8-int8" else True)
 
 
@@ -209,7 +211,7 @@ def test_a_scale_a_little_off(llama: Path, fresh: Make) -> None:
 )
 def test_a_missing_partner(scheme: str, leaf: str, llama: Path, fresh: Make) -> None:
     path = fresh(scheme)
-    change(path, lambda tensors: tensors.pop(f"{Q_PROJ}.{leaf}") and None)
+    drop(path, f"{Q_PROJ}.{leaf}")
     for against in (llama, None):
         found = verify(path, against=against)
         assert not found.passed
@@ -265,7 +267,8 @@ def test_a_config_that_says_something_else(edit: dict[str, Any], fresh: Make) ->
     change_config(path, lambda config: _weights(config).update(edit))
     found = verify(path)
     assert not found.passed
-    assert any(error.where.startswith(Q_PROJ) for error in found.errors)
+    # Its 256 columns are two groups; where 128 columns are one, that is one channel under another name.
+    assert any(error.where.startswith("model.layers.0.mlp.down_proj") for error in found.errors)
 
 
 def test_a_config_that_ignores_what_is_quantized(fresh: Make) -> None:
@@ -330,7 +333,7 @@ def test_extra_tensors_of_the_source_must_survive(llama: Path, tmp_path: Path) -
     change(source, lambda tensors: tensors.update({"mtp.layers.0.eh_proj.weight": torch.ones(4, 4).bfloat16()}))
     out = quantized(source, tmp_path / "out")
     assert verify(out, against=source).passed
-    change(out, lambda tensors: tensors.pop("mtp.layers.0.eh_proj.weight") and None)
+    drop(out, "mtp.layers.0.eh_proj.weight")
     _errors(verify(out, against=source), "mtp.layers.0.eh_proj.weight")
 
 
@@ -338,7 +341,7 @@ def test_an_expert_that_was_lost(tmp_path: Path) -> None:
     source = tiny_model("gpt_oss", tmp_path, num_hidden_layers=1)
     out = quantized(source, tmp_path / "out")
     lost = "model.layers.0.mlp.experts.2.up_proj"
-    change(out, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith(lost)] and None)
+    drop(out, lost)
     (error,) = _errors(verify(out, against=source), "model.layers.0.mlp.experts.gate_up_proj")
     assert lost in error.message
 

@@ -100,6 +100,8 @@ class _Verifier:
             }
 
     def run(self, require_vllm: bool) -> None:
+        for line in self._checkpoint.notes:
+            self._add("warning", "readable", str(self._checkpoint.path), line)
         for line in self._said.problems:
             self._add("error", "config", "config.json", line)
         self._check_schema()
