@@ -97,12 +97,13 @@ def evaluate(
     from halfbyte.evaluation.texts import read_text
 
     loaded, tokenizer = load(model, dtype=dtype)
-    reference = load(baseline, dtype=dtype)[0] if baseline is not None else None
+    reference, reference_tokenizer = load(baseline, dtype=dtype) if baseline is not None else (None, None)
     return evaluate_model(
         loaded,
         tokenizer,
         read_text(text),
         baseline=reference,
+        baseline_tokenizer=reference_tokenizer,
         context=context,
         stride=stride,
         windows=windows,
@@ -116,11 +117,23 @@ def inspect(path: Path | str, *, scales: bool | None = None) -> Inspection:
     return inspect_checkpoint(path, scales=scales)
 
 
-def verify(path: Path | str, against: Path | str | None = None) -> Verification:
-    """Decode a written checkpoint independently and compare it with its source."""
+def verify(
+    path: Path | str,
+    against: Path | str | None = None,
+    *,
+    require_vllm: bool = False,
+    max_error: float = 0.5,
+    allow_pickle: bool = False,
+) -> Verification:
+    """Decode a written checkpoint independently and compare it with its source.
+
+    require_vllm: what vLLM's W4A8 refuses is an error. max_error: relative error of a weight that is a fault.
+    """
     from halfbyte.audit.verify import verify as verify_checkpoint
 
-    return verify_checkpoint(path, against=against)
+    return verify_checkpoint(
+        path, against=against, require_vllm=require_vllm, max_error=max_error, allow_pickle=allow_pickle
+    )
 
 
 __all__ = ["HalfbyteError", "evaluate", "inspect", "load", "quantize", "recipe_of", "verify"]

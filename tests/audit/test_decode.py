@@ -9,13 +9,16 @@ import torch
 from halfbyte.audit.declared import declared
 from halfbyte.audit.decode import WeightDecoder
 from halfbyte.audit.modules import gather
+from halfbyte.audit.verify import verify
 from halfbyte.checkpoint.quantization_config import quantization_config
 from halfbyte.checkpoint.quantized_weight import encode
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.formats.quantize import dequantize, quantize
 from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.formats.spec import TensorFormat
 from halfbyte.models.layout import ModelLayout, ModuleInfo, Role, WeightSource
 from halfbyte.schemes import PRESETS, Scheme
+from tests.audit.tamper import change
 from tests.checkpoint.files import CONFIG, write_checkpoint
 
 MODULE = "model.layers.0.self_attn.o_proj"
@@ -39,9 +42,7 @@ def _stored(
     info = ModuleInfo(MODULE, Role.LINEAR, rows, columns, WeightSource(f"{MODULE}.weight"))
     layout = ModelLayout("llama", [info], False, known=True)
     config = {**CONFIG, "quantization_config": quantization_config({MODULE: scheme}, layout)}
-    write_checkpoint(
-        path, {"model.safetensors": encode(MODULE, scheme, q, model_dtype)}, config=config
-    )
+    write_checkpoint(path, {"model.safetensors": encode(MODULE, scheme, q, model_dtype)}, config=config)
     return path, q
 
 
@@ -69,7 +70,9 @@ def test_every_preset_decodes_to_its_reference_meaning(name: str, model_dtype: s
 def test_every_preset_decodes_to_what_compressed_tensors_decodes(name: str, tmp_path: Path) -> None:
     from tests.checkpoint import oracle
 
-    weight = _weight(136, 256, seed=1)
+    weight = _weight(
+        256, 256, seed=1
+    )  # whole blocks: the library spreads the last, smaller one over all rows
     path, q = _stored(tmp_path, PRESETS[name], weight, "f32")
     checkpoint = Checkpoint.open(path)
     stored = {tensor: checkpoint.load(tensor) for tensor in checkpoint.tensors}
@@ -94,13 +97,27 @@ def test_ragged_blocks(shape: tuple[int, int], tmp_path: Path) -> None:
     np.testing.assert_array_equal(_decoded(path), dequantize(q).numpy())
 
 
-def test_two_bit_channels_with_a_padded_word(tmp_path: Path) -> None:
+def _two_bit_channels(path: Path) -> tuple[Path, QuantizedTensor]:
     """A width that fills no word: 20 codes of 2 bits take two words of 16."""
-    fmt = PRESETS["w8a16"].weights
-    scheme = Scheme("w2", type(fmt)("int2", "channel"))
     weight = torch.randn(5, 20, generator=torch.Generator().manual_seed(4)).bfloat16()
-    path, q = _stored(tmp_path, scheme, weight)
+    return _stored(path, Scheme("w2", TensorFormat("int2", "channel")), weight)
+
+
+def test_a_padded_word(tmp_path: Path) -> None:
+    path, q = _two_bit_channels(tmp_path)
     np.testing.assert_array_equal(_decoded(path), dequantize(q).numpy())
+    assert verify(path).passed
+
+
+def test_padding_that_is_not_zero(tmp_path: Path) -> None:
+    path, _ = _two_bit_channels(tmp_path)
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{MODULE}.weight_packed"][4, 1] |= 1 << 30
+
+    change(path, spoil)
+    (error,) = verify(path).errors
+    assert (error.rule, error.where) == ("padding", f"{MODULE}.weight_packed")
 
 
 def test_a_block_scale_by_its_deepseek_name(tmp_path: Path) -> None:

@@ -96,4 +96,6 @@ def test_bounds_of_floats_are_the_middles_between_neighbours(element: str) -> No
         if np.isfinite(value):
             at = int(np.searchsorted(levels, value))
             assert table.low[code] == (-np.inf if at == 0 else (levels[at - 1] + levels[at]) / 2)
-            assert table.high[code] == (np.inf if at == len(levels) - 1 else (levels[at] + levels[at + 1]) / 2)
+            assert table.high[code] == (
+                np.inf if at == len(levels) - 1 else (levels[at] + levels[at + 1]) / 2
+            )

@@ -92,7 +92,9 @@ def test_a_flipped_word(llama: Path, fresh: Make) -> None:
     assert "row 17, column 24" in error.message
 
 
-@pytest.mark.parametrize("scheme", ["w8a8-int8", "fp8", "mxfp4", "nvfp4", "w4a8-int8", "mxfp8", "fp8_per_block"])
+@pytest.mark.parametrize(
+    "scheme", ["w8a8-int8", "fp8", "mxfp4", "nvfp4", "w4a8-int8", "mxfp8", "fp8_per_block"]
+)
 def test_a_flipped_top_bit_in_every_form(scheme: str, llama: Path, fresh: Make) -> None:
     path = fresh(scheme)
     leaf = "weight" if f"{Q_PROJ}.weight" in names(path) else "weight_packed"
@@ -152,7 +154,9 @@ def test_a_transposed_weight(llama: Path, fresh: Make) -> None:
     assert all(error.where.startswith(name) for error in found.errors)
 
 
-@pytest.mark.parametrize(("value", "word"), [(0.0, "zero"), (-0.01, "negative"), (float("nan"), "NaN"), (float("inf"), "Inf")])
+@pytest.mark.parametrize(
+    ("value", "word"), [(0.0, "zero"), (-0.01, "negative"), (float("nan"), "NaN"), (float("inf"), "Inf")]
+)
 def test_a_scale_that_is_no_scale(value: float, word: str, llama: Path, fresh: Make) -> None:
     path = fresh("w4a8")
 
@@ -330,7 +334,9 @@ def test_missing_and_extra_tensors(llama: Path, fresh: Make) -> None:
 def test_extra_tensors_of_the_source_must_survive(llama: Path, tmp_path: Path) -> None:
     """Heads for multi-token prediction, which model classes drop, are tensors like others."""
     source = copied(llama, tmp_path / "source")
-    change(source, lambda tensors: tensors.update({"mtp.layers.0.eh_proj.weight": torch.ones(4, 4).bfloat16()}))
+    change(
+        source, lambda tensors: tensors.update({"mtp.layers.0.eh_proj.weight": torch.ones(4, 4).bfloat16()})
+    )
     out = quantized(source, tmp_path / "out")
     assert verify(out, against=source).passed
     drop(out, "mtp.layers.0.eh_proj.weight")
@@ -385,14 +391,6 @@ def test_data_of_two_shards_swapped(llama: Path, tmp_path: Path) -> None:
     _errors(found, f"{Q_PROJ}.weight_packed")
 
 
-def test_nonzero_padding(tmp_path: Path) -> None:
-    source = tiny_model("llama", tmp_path, num_hidden_layers=1, intermediate_size=36)
-    out = quantized(source, tmp_path / "out", "w8a16")
-    name = "model.layers.0.mlp.down_proj.weight_packed"
-    assert verify(out, against=source).passed
-    assert load_file(out / "model.safetensors")[name].shape == (128, 9)
-
-
 def test_nan_in_an_untouched_tensor_without_a_source(fresh: Make) -> None:
     path = fresh("w4a8")
 
@@ -411,6 +409,31 @@ def test_kv_scales_are_no_strangers_but_must_be_scales(llama: Path, fresh: Make)
     assert verify(path, against=llama).passed
     change(path, lambda tensors: tensors.update({name: torch.tensor([float("nan")])}))
     _errors(verify(path, against=llama), name)
+
+
+def test_permuted_groups_are_said_not_to_be_checked(fresh: Make) -> None:
+    path = fresh("w4a8")
+    change(
+        path, lambda tensors: tensors.update({f"{Q_PROJ}.weight_g_idx": torch.arange(128, dtype=torch.int32)})
+    )
+    found = verify(path)
+    (warning,) = [finding for finding in found.findings if finding.level == "warning"]
+    assert warning.where == Q_PROJ
+    assert "permuted" in warning.message
+
+
+def test_sources_whose_squares_leave_float32(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path, torch.float32, num_hidden_layers=1)
+
+    def enlarge(tensors: Tensors) -> None:
+        tensors[f"{Q_PROJ}.weight"] *= 1e25
+
+    change(source, enlarge)
+    found = verify(quantized(source, tmp_path / "out"), against=source)
+    assert found.passed, found.errors
+    (weight,) = [weight for weight in found.weights if weight.name == Q_PROJ]
+    assert weight.relative_error is not None
+    assert 0.05 < weight.relative_error < 0.2
 
 
 def test_the_bound_on_the_error(llama: Path, made: Make) -> None:

@@ -135,5 +135,8 @@ def _in_steps(tiles: Tiles, source: np.ndarray, two_level: bool) -> np.ndarray:
 
 
 def _squares(values: np.ndarray) -> float:
+    """Sum of squares; in float64 where float32 overflows, so that only NaN and Inf make it infinite."""
     flat = values.reshape(-1)
-    return float(np.dot(flat, flat))
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = float(np.dot(flat, flat))
+    return total if np.isfinite(total) else float(np.dot(flat.astype(np.float64), flat))

@@ -17,6 +17,7 @@ from halfbyte.audit.declaration import Declared, preset_name
 from halfbyte.audit.declared import declared
 from halfbyte.audit.inspection import Anomaly, Inspection, ScaleRange, WeightKind, WeightRow
 from halfbyte.audit.modules import Gathered, StoredModule, contradictions, gather, group_in_words
+from halfbyte.audit.partners import fused_anomalies, kv_findings
 from halfbyte.audit.stored import KV_LEAVES, SCALE_LEAVES
 from halfbyte.checkpoint.headers import TensorInfo
 from halfbyte.checkpoint.reader import Checkpoint
@@ -119,8 +120,8 @@ class _Inspector:
         for info in self._gathered.orphans:
             self._flag(info.name, "belongs to a weight that is not stored")
             self._result.bytes_by_kind["scales"] += info.nbytes
-        self._check_fused_partners()
-        self._check_kv_scales()
+        self._result.anomalies += fused_anomalies(self._result.rows, self._fused)
+        self._check_kv_cache()
         self._add_histograms()
         if self._said.rules and not self._result.quantized_parameters:
             self._flag("config.json", f"declares {self._said.method}, yet no weight is quantized")
@@ -260,45 +261,17 @@ class _Inspector:
         if match and match.binds(role):
             self._flag(info.name, f"config.json says {match.rule.layout}, yet it is stored as {info.dtype}")
 
-    def _check_fused_partners(self) -> None:
-        groups: dict[str, list[WeightRow]] = {}
-        for row in self._result.rows:
-            if key := self._fused.get(row.name):
-                groups.setdefault(key, []).append(row)
-        for key, rows in groups.items():
-            first = rows[0].kind
-            if any(_numbers(row.kind) != _numbers(first) for row in rows[1:]):
-                parts = ", ".join(
-                    f"{row.name.rpartition('.')[2]} {' '.join(_numbers(row.kind))}" for row in rows
-                )
-                self._flag(key, f"engines run these as one, yet they differ: {parts}")
-
-    def _check_kv_scales(self) -> None:
-        found = [info.name for info in self._gathered.loose if info.name.rpartition(".")[2] in KV_LEAVES]
-        holders: dict[str, set[str]] = {}
-        for name in found:
-            holder, _, leaf = name.rpartition(".")
-            holders.setdefault(holder.removesuffix(".k_proj").removesuffix(".v_proj"), set()).add(leaf)
-        for holder, leaves in holders.items():
-            if ("k_scale" in leaves) != ("v_scale" in leaves) and "kv_scale" not in leaves:
-                self._flag(holder, f"has {', '.join(sorted(leaves))} without its partner")
-        static = self._said.kv is not None and "static" in self._said.kv
-        if found and self._said.kv is None:
-            self._result.notes.append(
-                f"{len(found)} KV cache scales are stored, yet config.json has no KV scheme"
-            )
-        if static and not found:
-            self._flag("config.json", f"KV cache {self._said.kv}, yet no k_scale or v_scale is stored")
+    def _check_kv_cache(self) -> None:
+        names = [info.name for info in self._gathered.loose if info.name.rpartition(".")[2] in KV_LEAVES]
+        anomalies, notes = kv_findings(names, self._said.kv)
+        self._result.anomalies += anomalies
+        self._result.notes += notes
 
     def _add_histograms(self) -> None:
         tensors = self._checkpoint.tensors.values()
         self._result.dtypes = _histogram((info.dtype, info.nbytes) for info in tensors)
         sizes = _histogram((info.file.name, info.nbytes) for info in tensors)
         self._result.files = {name: size for name, (_, size) in sizes.items()}
-
-
-def _numbers(kind: WeightKind) -> tuple[str, str, str]:
-    return kind.scheme, kind.element, kind.group
 
 
 def _is_norm(name: str, shape: tuple[int, ...]) -> bool:

@@ -15,6 +15,7 @@ from halfbyte.audit.scales import scale_faults, scale_range
 from halfbyte.audit.source import FLOAT_DTYPES, SourceWeight
 from halfbyte.audit.stored import KV_LEAVES
 from halfbyte.audit.structure import structure_findings
+from halfbyte.audit.summary import summary
 from halfbyte.audit.untouched import compare_bytes, not_finite
 from halfbyte.audit.verification import DEFAULT_MAX_ERROR, Finding, Level, Verification, WeightCheck
 from halfbyte.audit.vllm_rules import vllm_refusals
@@ -125,7 +126,7 @@ class _Verifier:
             self._report(info.name, info)
         if self._source:
             self._check_missing(quantized)
-        self._summarise(len(quantized))
+        self._result.findings += summary(self._result)
 
     def _add(self, level: Level, rule: str, where: str, message: str) -> None:
         self._result.findings.append(Finding(level, rule, where, message))
@@ -173,8 +174,9 @@ class _Verifier:
         self._result.findings += faults
         if any(fault.level == "error" for fault in faults):
             return
-        if stored.layout not in DECODED_LAYOUTS or len(stored.shape) != 2:
-            text = f"{stored.layout} {list(stored.shape)} is not decoded here, so its values are not checked"
+        if stored.layout not in DECODED_LAYOUTS or len(stored.shape) != 2 or "weight_g_idx" in module.parts:
+            order = " in permuted groups" if "weight_g_idx" in module.parts else ""
+            text = f"{stored.layout} {list(stored.shape)}{order} is not decoded here, so its values are not checked"
             self._add("warning", "decoded", module.name, text)
             return
         decoder = WeightDecoder(self._checkpoint, module)
@@ -284,32 +286,3 @@ class _Verifier:
             if not weights or absent:
                 which = f": of its weights {', '.join(absent[:3])}" if len(absent) < len(weights) else ""
                 self._add("error", "untouched", name, f"is missing{which}; the source holds it")
-
-    def _summarise(self, quantized: int) -> None:
-        """A line for each kind of check that found nothing."""
-        failed = {finding.rule for finding in self._result.findings if finding.level == "error"}
-        weights = f"{quantized} quantized weights"
-        if quantized and not failed & {"partners", "shape", "config"}:
-            self._add(
-                "ok",
-                "structure",
-                weights,
-                "all partners are there, with the shapes and dtypes that config.json says",
-            )
-        if quantized and not failed & {"scales", "codes", "padding", "finite"}:
-            self._add(
-                "ok", "values", weights, "no NaN, Inf, zero or negative scale, no code that is no number"
-            )
-        if self._result.schema:
-            self._add(
-                "ok", "compressed-tensors 0.17", "config.json", "its schema accepts quantization_config"
-            )
-        if self._source and "untouched" not in failed:
-            text = f"{self._result.untouched_bytes} bytes equal the source; none is missing"
-            self._add("ok", "untouched", f"{self._result.untouched} tensors", text)
-        compared = [
-            weight.relative_error for weight in self._result.weights if weight.relative_error is not None
-        ]
-        if compared and "relative error" not in failed:
-            text = f"largest {max(compared):.4f}, mean {sum(compared) / len(compared):.4f}"
-            self._add("ok", "relative error", f"{len(compared)} weights", text)

@@ -52,11 +52,8 @@ class Advance(Protocol):
 
 
 @contextmanager
-def progress(title: str, total: float, quiet: bool = False, unit: str = "") -> Iterator[Advance]:
+def progress(title: str, total: float, unit: str = "") -> Iterator[Advance]:
     """Progress with ETA over ``total`` of a unit: a bar on a terminal, a line every few seconds elsewhere."""
-    if quiet:
-        yield lambda step=1, what=None: None
-        return
     if sys.stderr.isatty():
         columns = (
             SpinnerColumn(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,17 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from halfbyte.cli import console
+from halfbyte.cli.options import Dtype
 from halfbyte.errors import HalfbyteError
 
 if TYPE_CHECKING:
     from halfbyte.evaluation.result import Evaluation
-
-
-class Dtype(str, Enum):
-    """What everything that is not quantized computes in."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
 
 
 def evaluate(
@@ -104,7 +97,7 @@ def evaluate(
                 stride=stride,
                 windows=windows,
                 bos=bos,
-                on_window=_progress(stack, f"eval {name}", json_output),
+                on_window=_progress(stack, f"eval {name}"),
             )
     gate = Gate(**limits)
     broken = [f"{name}: {line}" for name, result in results.items() for line in gate.failures(result)]
@@ -129,14 +122,14 @@ def evaluate(
         raise typer.Exit(console.EXIT_CHECK_FAILED)
 
 
-def _progress(stack: ExitStack, title: str, quiet: bool) -> Callable[[int, int], None]:
+def _progress(stack: ExitStack, title: str) -> Callable[[int, int], None]:
     """A progress bar on ``stack`` that learns its length from the first report."""
     advance: console.Advance | None = None
 
     def on_window(done: int, total: int) -> None:
         nonlocal advance
         if advance is None:
-            advance = stack.enter_context(console.progress(title, total, quiet=quiet, unit="windows"))
+            advance = stack.enter_context(console.progress(title, total, unit="windows"))
         else:
             advance()
 

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from halfbyte.cli import console
+from halfbyte.cli.options import Dtype
 from halfbyte.errors import HalfbyteError
 
 if TYPE_CHECKING:
     from halfbyte.engines.transformers.generation import Generation
-
-
-class Dtype(str, Enum):
-    """What everything that is not quantized computes in."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 def generate(

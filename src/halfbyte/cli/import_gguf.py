@@ -36,7 +36,7 @@ def import_gguf(
         def step(name: str, values: int, total: int) -> None:
             nonlocal advance
             if advance is None:
-                bar = console.progress("import", 2 * total / 1e6, quiet=json_output, unit="MB")
+                bar = console.progress("import", 2 * total / 1e6, unit="MB")
                 advance = stack.enter_context(bar)
             advance(2 * values / 1e6, name)
 

@@ -76,7 +76,7 @@ def _weights_table(rows: list[WeightRow], scales_read: bool) -> Table:
             kind.group,
             "x".join(map(str, kind.shape)),
             f"{kind.bits_per_weight:.3f}",
-            console_size(kind.nbytes * row.weights),
+            _size(kind.nbytes * row.weights),
         ]
         if scales_read:
             cells.append(f"{row.scales.low:.3g} .. {row.scales.high:.3g}" if row.scales else "")
@@ -100,9 +100,9 @@ def _totals_table(found: Inspection) -> Table:
         found.family + ("" if found.known_family else " (not known; roles come from names and shapes)"),
     )
     line("parameters", f"{found.parameters:,}")
-    line("size", f"{console_size(found.nbytes)} in {len(found.files)} files")
-    line("bytes by kind", ", ".join(f"{k} {console_size(n)}" for k, n in found.bytes_by_kind.items() if n))
-    line("dtypes", ", ".join(f"{d} {console_size(n)} in {count}" for d, (count, n) in found.dtypes.items()))
+    line("size", f"{_size(found.nbytes)} in {len(found.files)} files")
+    line("bytes by kind", ", ".join(f"{k} {_size(n)}" for k, n in found.bytes_by_kind.items() if n))
+    line("dtypes", ", ".join(f"{d} {_size(n)} in {count}" for d, (count, n) in found.dtypes.items()))
     bits = f"{found.bits_per_weight:.3f} overall"
     if found.bits_per_quantized_weight is not None:
         share = found.quantized_parameters / found.parameters
@@ -114,7 +114,7 @@ def _totals_table(found: Inspection) -> Table:
     return table
 
 
-def console_size(nbytes: int) -> str:
+def _size(nbytes: int) -> str:
     """Bytes in words, powers of 1000: ``7.0 GB``."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):

@@ -50,9 +50,7 @@ def quantize(
 
         def start(total: float) -> None:
             nonlocal advance
-            advance = stack.enter_context(
-                console.progress("quantize", total / 1e6, quiet=json_output, unit="MB")
-            )
+            advance = stack.enter_context(console.progress("quantize", total / 1e6, unit="MB"))
 
         def step(done: float, what: str) -> None:
             assert advance is not None

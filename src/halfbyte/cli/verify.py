@@ -45,7 +45,7 @@ def verify(
     from halfbyte.audit.verify import total_bytes
     from halfbyte.audit.verify import verify as check
 
-    with console.progress("verify", max(1, total_bytes(out)), quiet=as_json) as advance:
+    with console.progress("verify", max(1, total_bytes(out))) as advance:
         found = check(
             out,
             against=against,

@@ -1,0 +1,13 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Dtype(str, Enum):
+    """What everything that is not quantized computes in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
