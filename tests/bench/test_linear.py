@@ -4,7 +4,7 @@ from halfbyte.bench.linear import bench_linear
 
 
 def test_rows_stand_beside_bf16() -> None:
-    rows = bench_linear([(64, 128)], [1, 3], ["w4a16", "w4a8"], seconds=0.01)
+    rows = bench_linear([(64, 192)], [1, 3], ["w4a16", "w4a8"], seconds=0.01)
     assert [(row["scheme"], row["M"]) for row in rows] == [
         (scheme, m) for scheme in ("bf16", "w4a16", "w4a8") for m in (1, 3)
     ]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from halfbyte.algorithms.rtn import rtn
+from halfbyte.assignment import fit_group
 from halfbyte.bench.record import Row
+from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.problem import LinearProblem
 from halfbyte.kernels.reference import reference_linear
 from halfbyte.kernels.registry import select
@@ -23,7 +24,7 @@ _MOST_COPIES = 64
 def bench_linear(
     shapes: Sequence[tuple[int, int]], rows: Sequence[int], schemes: Sequence[str], seconds: float = 0.5
 ) -> list[Row]:
-    """Median microseconds of ``y = x @ w.T`` per shape ``(N, K)``, number of rows M and scheme, BF16 in and out.
+    """Least microseconds of ``y = x @ w.T`` per shape ``(N, K)``, number of rows M and scheme, BF16 in and out.
 
     Weights rotate through copies larger than the cache. ``rel_err``: Frobenius error against the scheme's
     arithmetic in float64. ``ratio``: time over BF16's at the same shape and M.
@@ -45,7 +46,12 @@ def bench_linear(
             found.append(_row("bf16", "torch", out_features, in_features, m, microseconds, error, 1.0))
         del plain
         for name in schemes:
-            found += _scheme_rows(resolve(name), weight, inputs, base, copies, seconds)
+            scheme = fit_group(resolve(name), in_features)
+            if scheme is None:
+                raise HalfbyteError(
+                    f"scheme {name}: no group size divides K {in_features}; accepted: another shape"
+                )
+            found += _scheme_rows(scheme, weight, inputs, base, copies, seconds)
     return found
 
 
@@ -101,7 +107,7 @@ def _bound(function: Callable[..., torch.Tensor], *arguments: object) -> Callabl
 
 
 def _time(calls: Sequence[Callable[[], torch.Tensor]], seconds: float) -> float:
-    """Median microseconds of one call, taken in turns over ``calls`` for about ``seconds``, after one warm turn."""
+    """Least microseconds of one call, taken in turns over ``calls`` for about ``seconds``, after one warm turn."""
     for call in calls:
         call()
     times: list[float] = []
@@ -111,7 +117,7 @@ def _time(calls: Sequence[Callable[[], torch.Tensor]], seconds: float) -> float:
             started = time.perf_counter()
             call()
             times.append(time.perf_counter() - started)
-    return statistics.median(times) * 1e6
+    return min(times) * 1e6
 
 
 def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
