@@ -35,6 +35,9 @@ def test_arguments_change_a_recipe(tmp_path: Path) -> None:
     assert list(recipe.ignore) == ["a", "c"]
     assert recipe.to_dict()["targets"] == halfbyte.Recipe.load(file).to_dict()["targets"]
     assert api.recipe_of(None, None, (), None) == halfbyte.Recipe()
+    assert api.recipe_of({"scheme": "fp8"}, None, "lm_head", None) == halfbyte.Recipe(
+        scheme="fp8", ignore=("lm_head",)
+    )
 
 
 def test_import_is_light() -> None:

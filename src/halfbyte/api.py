@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,8 @@ def quantize(
     out: Path | str,
     scheme: str | None = None,
     *,
-    recipe: Recipe | Path | str | None = None,
-    ignore: Sequence[str] = (),
+    recipe: Recipe | Mapping[str, Any] | Path | str | None = None,
+    ignore: Sequence[str] | str = (),
     clip: str | None = None,
     tp: int = 1,
     overwrite: bool = False,
@@ -36,7 +36,7 @@ def quantize(
 
     model: a local Hugging Face checkpoint directory in 16- or 32-bit floating point.
     scheme: a preset of :data:`halfbyte.schemes.PRESETS`; ``w4a8`` unless a recipe says otherwise.
-    recipe: rules per layer, as an object or a YAML file; ``scheme``, ``ignore`` and ``clip`` change it.
+    recipe: rules per layer, as an object, its fields or a YAML file; ``scheme``, ``ignore`` and ``clip`` change it.
     clip: ``mse`` narrows each range to the least squared error, ``none`` covers the largest weight.
     tp: tensor-parallel ranks that will serve the result; sizes that would not divide are refused.
     on_start, on_progress: called with the source bytes of the whole job, then with those just done.
@@ -52,12 +52,21 @@ def quantize(
 
 
 def recipe_of(
-    recipe: Recipe | Path | str | None, scheme: str | None, ignore: Sequence[str], clip: str | None
+    recipe: Recipe | Mapping[str, Any] | Path | str | None,
+    scheme: str | None,
+    ignore: Sequence[str] | str,
+    clip: str | None,
 ) -> Recipe:
     """A recipe with what the caller says on top of it."""
     from halfbyte.recipe import Recipe
 
-    base = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe) if recipe is not None else Recipe()
+    if isinstance(recipe, Recipe):
+        base = recipe
+    elif isinstance(recipe, Mapping):
+        base = Recipe(**recipe)
+    else:
+        base = Recipe() if recipe is None else Recipe.load(recipe)
+    ignore = [ignore] if isinstance(ignore, str) else ignore
     changes: dict[str, Any] = base.to_dict()
     if scheme is not None:
         changes["scheme"] = scheme

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -196,9 +197,55 @@ def test_output_exists(tmp_path: Path) -> None:
 def test_source_is_no_output(tmp_path: Path) -> None:
     source = tiny_model("llama", tmp_path)
     before = _bytes(source)
-    with pytest.raises(HalfbyteError, match="is the source itself"):
+    with pytest.raises(HalfbyteError, match="is or holds the source"):
         _quantize(source, tmp_path / "." / "llama", overwrite=True)
     assert _bytes(source) == before
+
+
+def test_output_does_not_hold_the_source(tmp_path: Path) -> None:
+    """Replacing a directory that has the source in it would delete the source at the end."""
+    outer = tiny_model("llama", tmp_path)
+    inner = outer / "inner"
+    shutil.copytree(outer, inner)
+    with pytest.raises(HalfbyteError, match="is or holds the source"):
+        _quantize(inner, outer, overwrite=True)
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for file in inner.iterdir():
+        (linked / file.name).symlink_to(file)
+    with pytest.raises(HalfbyteError, match="is or holds the source"):
+        _quantize(linked, outer, overwrite=True)
+
+
+def test_output_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    out = tmp_path / "out"
+
+    def appear(done: float, what: str) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "notes.txt").write_text("precious")
+
+    with pytest.raises(HalfbyteError, match="exists"):
+        _quantize(source, out, progress=appear)
+    assert (out / "notes.txt").read_text() == "precious"
+
+
+def test_output_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny_model("llama", tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(HalfbyteError, match="names no directory"):
+        _quantize(source, Path(""))
+
+
+def test_weight_of_integers_is_named(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(HalfbyteError, match=f"model.safetensors: {name}: .*int8"):
+        _quantize(source, tmp_path / "out")
 
 
 _SLOW_RUN = """

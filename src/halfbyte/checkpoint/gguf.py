@@ -20,6 +20,7 @@ from halfbyte.checkpoint.gguf_config import generation_config, model_config
 from halfbyte.checkpoint.gguf_file import GgufFile
 from halfbyte.checkpoint.gguf_layout import Placement, family_of, place_tensors
 from halfbyte.checkpoint.gguf_tokenizer import save_tokenizer
+from halfbyte.checkpoint.output_directory import refuse_to_replace_source
 from halfbyte.checkpoint.reader import write_all
 from halfbyte.checkpoint.shard_plan import Entry
 from halfbyte.checkpoint.writer import CheckpointWriter, write_json
@@ -56,6 +57,7 @@ def import_gguf(
     Errors: no complete GGUF; an architecture, variant or storage type that is not supported; a tensor that is
     missing, misshapen or not finite; ``output`` exists without ``overwrite``. Then ``output`` is left as it was.
     """
+    refuse_to_replace_source(Path(output), Path(source))
     gguf = GgufFile(Path(source))
     family = family_of(gguf)
     config = model_config(gguf, family)

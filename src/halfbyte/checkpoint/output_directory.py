@@ -49,7 +49,12 @@ class OutputDirectory:
 
     def __init__(self, out: Path, *, overwrite: bool) -> None:
         """Errors: ``out`` exists and ``overwrite`` is not given, or it is no checkpoint."""
+        if not out.name:
+            raise HalfbyteError(
+                f"{str(out)!r} names no directory that could be written; accepted: a path with a name"
+            )
         self.out = out
+        self._overwrite = overwrite
         self.partial = out.with_name(out.name + ".partial")
         self.replaced = out.with_name(f".{out.name}.halfbyte-replaced")
         self.notes: list[str] = []
@@ -59,7 +64,11 @@ class OutputDirectory:
             # Killed between the two renames of publish(): the old state comes back.
             self.replaced.rename(out)
             self.notes.append(f"{out} restored from {self.replaced.name}, which an interrupted run had left")
-        if out.exists() and not overwrite:
+        self._refuse_to_replace()
+
+    def _refuse_to_replace(self) -> None:
+        out = self.out
+        if out.exists() and not self._overwrite:
             raise HalfbyteError(f"{out}: exists; choose another output or pass --overwrite")
         if out.exists() and not (out / CONFIG_FILE).is_file() and (not out.is_dir() or any(out.iterdir())):
             raise HalfbyteError(
@@ -112,6 +121,7 @@ class OutputDirectory:
 
         A kill between the two renames is undone by the next run.
         """
+        self._refuse_to_replace()
         sync_directory(self.partial)
         if self.replaced.exists():
             _remove(self.replaced)
@@ -119,11 +129,16 @@ class OutputDirectory:
             self.out.rename(self.replaced)
         self.partial.rename(self.out)
         sync_directory(self.out.absolute().parent)
-        (self.out / MANIFEST).unlink()
-        if self.replaced.exists():
-            _remove(self.replaced)
         self._owned = False
         self.release()
+        try:
+            (self.out / MANIFEST).unlink()
+            if self.replaced.exists():
+                _remove(self.replaced)
+        except OSError as error:
+            self.notes.append(
+                f"{self.out} is complete, but {error.filename} could not be removed ({error.strerror})"
+            )
 
     def discard(self) -> None:
         """Remove the partial directory, if it is this run's."""
@@ -144,6 +159,16 @@ class OutputDirectory:
         except BlockingIOError:
             self.release()
             raise HalfbyteError(f"{self.partial}: another process is writing it") from None
+
+
+def refuse_to_replace_source(out: Path, source: Path) -> None:
+    """An output that is its own source, or holds it, would delete it at the end.
+
+    source: a checkpoint directory or a file. Errors: ``out`` is the source or a directory above it.
+    """
+    resolved = source.resolve()
+    if out.resolve() in (resolved, *resolved.parents):
+        raise HalfbyteError(f"{out}: is or holds the source {source}; accepted: another directory")
 
 
 def is_side_file(name: str) -> bool:

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from halfbyte.checkpoint.discover import INDEX_FILE, listed
 from halfbyte.checkpoint.model_config import CONFIG_FILE
-from halfbyte.checkpoint.output_directory import OutputDirectory, sync_directory, write_synced
+from halfbyte.checkpoint.output_directory import (
+    OutputDirectory,
+    refuse_to_replace_source,
+    sync_directory,
+    write_synced,
+)
 from halfbyte.checkpoint.reader import write_all
 from halfbyte.checkpoint.shard_plan import Entry, Shard, plan_digest, plan_shards
 from halfbyte.errors import HalfbyteError
@@ -96,10 +101,7 @@ class CheckpointWriter:
         """
         if self._missing:
             raise HalfbyteError(f"{self._directory.out}: never written: {listed(self._missing)}")
-        if self._directory.out.resolve() == Path(copy_from).resolve():
-            raise HalfbyteError(
-                f"{copy_from}: a checkpoint is not replaced by what is made from it; choose another OUT"
-            )
+        refuse_to_replace_source(self._directory.out, Path(copy_from))
         partial = self._directory.partial
         with self._one_line():
             self._directory.copy_side_files(Path(copy_from))
@@ -135,7 +137,7 @@ class CheckpointWriter:
         free = shutil.disk_usage(self._directory.partial).free
         if needed > free:
             raise HalfbyteError(
-                f"{self._directory.out}: needs {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free"
+                f"{self._directory.out}: needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB free"
             )
 
     @contextmanager

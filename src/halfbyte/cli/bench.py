@@ -31,9 +31,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print the JSON record instea
 
 @bench.command("quantize")
 def quantize(
-    gigabytes: Annotated[float, typer.Option(help="Size of the synthetic BF16 checkpoint.")] = 8.0,
+    gigabytes: Annotated[
+        float, typer.Option(help="Size of the synthetic BF16 checkpoint.", min=0.1, max=1000)
+    ] = 8.0,
     scheme: Annotated[list[str] | None, typer.Option(help="Scheme to time; repeatable.")] = None,
-    repeats: Annotated[int, typer.Option(help="Runs of each; the fastest counts.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the fastest counts.", min=1)] = 3,
     folder: Folder = None,
     out: Output = None,
     json_output: Json = False,
@@ -50,7 +52,7 @@ def quantize(
 
 @bench.command("inspect")
 def inspect(
-    repeats: Annotated[int, typer.Option(help="Runs of each; the fastest counts.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the fastest counts.", min=1)] = 5,
     folder: Folder = None,
     out: Output = None,
     json_output: Json = False,
@@ -82,7 +84,7 @@ def linear(
     shapes = [
         _shape(text) for text in shape or ["576x576", "1536x576", "576x1536", "4096x4096", "14336x4096"]
     ]
-    if not all(part.strip().isdigit() for part in rows.split(",")):
+    if not all(part.strip().isdecimal() and int(part) for part in rows.split(",")):
         raise HalfbyteError(f"--rows {rows!r}; accepted: numbers with commas between them, such as 1,16,128")
     counts = [int(part) for part in rows.split(",")]
     _report(bench_linear(shapes, counts, scheme or ["w4a16", "w4a8"]), out, json_output)
@@ -90,7 +92,7 @@ def linear(
 
 def _shape(text: str) -> tuple[int, int]:
     parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
         raise HalfbyteError(f"--shape {text!r}; accepted: out_features x in_features, such as 4096x4096")
     return int(parts[0]), int(parts[1])
 

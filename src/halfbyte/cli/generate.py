@@ -32,7 +32,9 @@ def generate(
         str | None, typer.Option(help="Run all quantized layers on this kernel, or say why not.")
     ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Default: the checkpoint's own.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", min=1)] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. Default: all cores.", min=1, max=1024)
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Generate text after PROMPT, as it is made. Speed and peak memory go to stderr.

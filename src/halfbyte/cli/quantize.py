@@ -28,7 +28,7 @@ def quantize(
         int, typer.Option(help="Tensor-parallel ranks that will serve it; checked beforehand.")
     ] = 1,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT once the new one is whole.")
+        bool, typer.Option("--overwrite", help="Replace all of OUT once the new one is whole.")
     ] = False,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pytorch_model.bin files (tensors only, no code).")

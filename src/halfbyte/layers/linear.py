@@ -165,7 +165,8 @@ class _ForwardOnly(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: QuantLinear) -> torch.Tensor:
-        return layer._run(x)
+        # Autograd lets nobody change a view in place that a function returns, and model code does.
+        return layer._run(x).clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:

@@ -14,11 +14,12 @@ import torch
 from halfbyte.algorithms.clip import clip_mse
 from halfbyte.algorithms.rtn import rtn
 from halfbyte.checkpoint.detect import detect
+from halfbyte.checkpoint.output_directory import refuse_to_replace_source
 from halfbyte.checkpoint.quantization_config import quantization_config
 from halfbyte.checkpoint.quantized_weight import encode
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
-from halfbyte.errors import HalfbyteError, NonFiniteError
+from halfbyte.errors import HalfbyteError
 from halfbyte.models.describe import describe
 from halfbyte.models.layout import ModuleInfo
 from halfbyte.quantization.partners import PartnersAbsmax
@@ -75,8 +76,8 @@ def run(
     Errors: NaN or Inf in a weight (the tensor is named); a full disk; ``out`` exists without ``overwrite``.
     """
     checkpoint = plan.checkpoint
-    if Path(out).resolve() == checkpoint.path.resolve():
-        raise HalfbyteError(f"{out}: is the source itself; accepted: another directory")
+    for source in {checkpoint.path, *(info.file for info in checkpoint.tensors.values())}:
+        refuse_to_replace_source(Path(out), source)
     with CheckpointWriter(
         out, plan.entries, overwrite=overwrite, shard_bytes=shard_bytes, fingerprint=plan.fingerprint
     ) as writer:
@@ -175,9 +176,9 @@ def _quantized(
         quantized = algorithm(
             weight, number_format, elsewhere=partners_absmax(step.module) if shared else 0.0
         )
-    except NonFiniteError as error:
+    except HalfbyteError as error:
         stored = plan.checkpoint.info(step.module.source.tensor)
-        raise NonFiniteError(f"{stored.file}: {stored.name}: {error}") from None
+        raise type(error)(f"{stored.file}: {stored.name}: {error}") from None
     return encode(step.module.name, step.scheme, quantized, dtype)
 
 

@@ -39,10 +39,12 @@ def _model(path: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
         )
-    except (ValueError, OSError, KeyError, RuntimeError) as error:
+    except HalfbyteError:
+        raise
+    except Exception as error:  # model code trips over a wrong config in any way
         raise HalfbyteError(
-            f"{path}: transformers cannot load it as a causal language model ({error})"
-        ) from None
+            f"{path}: transformers cannot load it as a causal language model ({type(error).__name__}: {error})"
+        ) from error
     if missing := sorted(report["missing_keys"]):
         raise HalfbyteError(
             f"{path}: the checkpoint lacks {len(missing)} tensors of the model, such as {missing[0]}"

@@ -162,7 +162,12 @@ def _quant_experts(
 
 def _combination(fused: nn.Module, names: ExpertNames) -> Callable[[torch.Tensor], torch.Tensor]:
     """The activation between an expert's projections, which is the model family's own."""
-    combination: Any = fused.act_fn if names.gate is None else fused._apply_gate
+    combination: Any = fused.act_fn if names.gate is None else getattr(fused, "_apply_gate", None)
+    if combination is None:
+        raise HalfbyteError(
+            f"experts of {type(fused).__name__} do not take tokens and their routes, so halfbyte cannot run them; "
+            "accepted: a scheme that compressed-tensors stores, which transformers runs itself"
+        )
     return combination
 
 
