@@ -274,6 +274,8 @@ def test_two_writers_of_one_output(tmp_path: Path, source: Path) -> None:
 
 
 def test_room_is_checked_before_work_starts(tmp_path: Path) -> None:
-    with pytest.raises(HalfbyteError, match=r"out: needs 1,152,921,504,606\.8 MB, the disk has [\d.,]+ MB free"):
+    with pytest.raises(
+        HalfbyteError, match=r"out: needs 1,152,921,504,606\.8 MB, the disk has [\d.,]+ MB free"
+    ):
         CheckpointWriter(tmp_path / "out", [Entry("t", "U8", (1 << 60,))], fingerprint="f")
     assert leftovers(tmp_path / "out") == []

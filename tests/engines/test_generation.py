@@ -68,7 +68,10 @@ def test_the_chat_template_is_used_where_there_is_one(loaded) -> None:
     [
         ("", {}, "the prompt has no tokens"),
         ("a", {"max_new_tokens": 0}, "at least 1, not 0"),
-        ("a", {"temperature": -1.0}, "temperature must be 0 or above, not -1.0"),
+        ("a", {"temperature": -1.0}, "temperature must be 0, or 0.001 or above, not -1.0"),
+        ("a", {"temperature": 1e-300}, "not 1e-300"),
+        ("a", {"temperature": 1.0, "seed": 10**23}, "seed must be between 0 and"),
+        ("a\udcff", {}, "is not UTF-8"),
         ("a", {"temperature": float("nan")}, "not nan"),
         ("a" * 500, {"max_new_tokens": 20}, "500 tokens of prompt and 20 new ones are more than the 512"),
     ],

@@ -35,6 +35,10 @@ class Generation:
         return self.prompt_tokens / self.ttft_ms * 1e3
 
 
+# Below it the quotients leave fp32's range; the likeliest token is all that is left long before.
+LOWEST_TEMPERATURE = 1e-3
+
+
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -56,8 +60,10 @@ def generate(
     """
     if max_new_tokens < 1:
         raise HalfbyteError(f"max new tokens must be at least 1, not {max_new_tokens}")
-    if not 0 <= temperature < float("inf"):
-        raise HalfbyteError(f"temperature must be 0 or above, not {temperature}")
+    if temperature != 0 and not LOWEST_TEMPERATURE <= temperature < float("inf"):
+        raise HalfbyteError(f"temperature must be 0, or {LOWEST_TEMPERATURE} or above, not {temperature}")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise HalfbyteError(f"seed must be between 0 and 2**63 - 1, not {seed}")
     inputs = encode_prompt(tokenizer, prompt, chat)
     prompt_tokens = inputs["input_ids"].shape[1]
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -96,6 +102,8 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool | None
 ) -> dict[str, torch.Tensor]:
     """``input_ids`` and ``attention_mask`` ``[1, T]``. Errors: as :func:`generate`."""
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise HalfbyteError("the prompt is not UTF-8; accepted: text")
     has_template = tokenizer.chat_template is not None
     if chat and not has_template:
         raise HalfbyteError("the tokenizer has no chat template; accepted: a raw prompt")
