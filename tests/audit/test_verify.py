@@ -308,6 +308,18 @@ def test_one_byte_of_an_untouched_tensor(llama: Path, fresh: Make) -> None:
     assert verify(path).passed
 
 
+def test_a_faithful_copy_of_nan_is_said(llama: Path, fresh: Make, tmp_path: Path) -> None:
+    path, source = fresh("w4a8"), copied(llama, tmp_path / "source")
+
+    def spoil(tensors: Tensors) -> None:
+        tensors["model.norm.weight"][3] = torch.nan
+
+    change(path, spoil)
+    change(source, spoil)
+    found = verify(path, against=source)
+    assert [f.message for f in found.findings if f.where == "model.norm.weight"] == ["holds 1 NaN or Inf"]
+
+
 def test_an_untouched_tensor_in_another_dtype(llama: Path, fresh: Make) -> None:
     path = fresh("w4a8")
 

@@ -268,6 +268,8 @@ class _Verifier:
             if finding is None:
                 self._result.untouched += 1
                 self._result.untouched_bytes += info.nbytes
+                # A faithful copy of a broken source is still broken.
+                finding = not_finite(self._checkpoint, info)
         if finding:
             self._result.findings.append(finding)
 
