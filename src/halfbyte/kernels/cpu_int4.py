@@ -22,7 +22,7 @@ from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
 from halfbyte.kernels.inputs import finish, read_inputs
 from halfbyte.kernels.int4_layout import ROW_MULTIPLE, Int4Layout, int4_layout
-from halfbyte.kernels.problem import LinearProblem, Prepared
+from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
 
 GROUP_SIZES = (256, 128, 64, 32)
 
@@ -39,34 +39,33 @@ class CpuInt4:
 
     def can_implement(self, problem: LinearProblem) -> tuple[bool, str]:
         weights = problem.scheme.weights
-        for able, reason in (
-            (problem.device.type == "cpu", f"runs on the CPU, not on {problem.device.type}"),
+        return first_refusal(
             (
-                problem.dtype == torch.bfloat16,
-                f"torch's INT4 kernel is fast in bfloat16 only, not in {problem.dtype}",
-            ),
-            (
-                weights.element == "int4" and weights.outer is None,
-                "weights must be INT4 with one level of scales",
-            ),
-            (weights.scale == "bf16", f"scales must be bf16, not {weights.scale}"),
-            (
-                _group_size(weights, problem.in_features) is not None,
-                f"groups must be of {_words(GROUP_SIZES)} inputs",
-            ),
-            (
-                problem.out_features % ROW_MULTIPLE == 0,
-                f"out_features {problem.out_features} must be a multiple of {ROW_MULTIPLE}",
-            ),
-            (
-                _scales_last(problem.scheme.activations),
-                "inputs must be plain, or E4M3 or INT8 per token or tensor",
-            ),
-            (int4_layout() is not None, "this torch keeps INT4 codes in an unknown order"),
-        ):
-            if not able:
-                return False, reason
-        return True, ""
+                (problem.device.type == "cpu", f"runs on the CPU, not on {problem.device.type}"),
+                (
+                    problem.dtype == torch.bfloat16,
+                    f"torch's INT4 kernel is fast in bfloat16 only, not in {problem.dtype}",
+                ),
+                (
+                    weights.element == "int4" and weights.outer is None,
+                    "weights must be INT4 with one level of scales",
+                ),
+                (weights.scale == "bf16", f"scales must be bf16, not {weights.scale}"),
+                (
+                    _group_size(weights, problem.in_features) is not None,
+                    f"groups must be of {_words(GROUP_SIZES)} inputs",
+                ),
+                (
+                    problem.out_features % ROW_MULTIPLE == 0,
+                    f"out_features {problem.out_features} must be a multiple of {ROW_MULTIPLE}",
+                ),
+                (
+                    _scales_last(problem.scheme.activations),
+                    "inputs must be plain, or E4M3 or INT8 per token or tensor",
+                ),
+                (int4_layout() is not None, "this torch keeps INT4 codes in an unknown order"),
+            )
+        )
 
     def prepare(
         self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None

@@ -16,7 +16,7 @@ from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.scales import scale_values
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
 from halfbyte.kernels.inputs import finish
-from halfbyte.kernels.problem import LinearProblem, Prepared
+from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
 from halfbyte.kernels.storage import compact, expand, strips
 
 # 128 * 127 * this many products is the most that an int32 sum is sure to hold.
@@ -30,18 +30,17 @@ class CpuInt8:
 
     def can_implement(self, problem: LinearProblem) -> tuple[bool, str]:
         weights, activations = problem.scheme.weights, problem.scheme.activations
-        for able, reason in (
-            (problem.device.type == "cpu", f"runs on the CPU, not on {problem.device.type}"),
-            (_is_int8(activations), "inputs must be INT8 with a scale per token or tensor"),
+        return first_refusal(
             (
-                _is_two_level(weights) or _is_plain(weights),
-                "weights must be symmetric INT8 per channel or tensor, or INT4 with integer scales",
-            ),
-            (problem.in_features <= _LARGEST_K, f"in_features must be at most {_LARGEST_K}: int32 sums"),
-        ):
-            if not able:
-                return False, reason
-        return True, ""
+                (problem.device.type == "cpu", f"runs on the CPU, not on {problem.device.type}"),
+                (_is_int8(activations), "inputs must be INT8 with a scale per token or tensor"),
+                (
+                    _is_two_level(weights) or _is_plain(weights),
+                    "weights must be symmetric INT8 per channel or tensor, or INT4 with integer scales",
+                ),
+                (problem.in_features <= _LARGEST_K, f"in_features must be at most {_LARGEST_K}: int32 sums"),
+            )
+        )
 
     def prepare(
         self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,3 +61,8 @@ class Kernel(Protocol):
     def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``[M, in]`` to ``[M, out]`` in the problem's dtype; M may be 0. NaN and Inf stay in their row."""
         ...
+
+
+def first_refusal(conditions: Iterable[tuple[bool, str]]) -> tuple[bool, str]:
+    """What ``can_implement`` answers: the reason of the first condition that does not hold, or yes."""
+    return next(((False, reason) for holds, reason in conditions if not holds), (True, ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -119,15 +120,7 @@ def _source_bytes(plan: QuantizationPlan, step: Step) -> float:
     if isinstance(step, Copy):
         return tensors[step.tensor].nbytes
     stored = tensors[step.module.source.tensor]
-    rows, columns = step.module.shape
-    return stored.nbytes * rows * columns / max(1, _numel(stored.shape))
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    return stored.nbytes * math.prod(step.module.shape) / math.prod(stored.shape)
 
 
 def _with_weights(
