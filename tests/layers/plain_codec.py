@@ -19,18 +19,30 @@ class PlainCodec:
     format: TensorFormat
 
     def decode(self, stored: Mapping[str, torch.Tensor]) -> QuantizedTensor:
-        return QuantizedTensor(self.format, stored["weight"], stored["weight_scale"])
+        return QuantizedTensor(
+            self.format,
+            stored["weight"],
+            stored["weight_scale"],
+            stored.get("weight_zero_point"),
+            stored.get("weight_outer_scale"),
+        )
 
     def encode(self, q: QuantizedTensor) -> Mapping[str, torch.Tensor]:
-        return {
-            "weight": q.codes,
-            "weight_scale": q.scales,
-            "weight_shape": torch.zeros(2, dtype=torch.int64),
-        }
+        return {**_named(q), "weight_shape": torch.zeros(2, dtype=torch.int64)}
 
     def input_scale(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         scale = stored.get("input_scale")
         return None if scale is None else scale.float()
+
+
+def _named(q: QuantizedTensor) -> dict[str, torch.Tensor]:
+    parts = {
+        "weight": q.codes,
+        "weight_scale": q.scales,
+        "weight_zero_point": q.zero_points,
+        "weight_outer_scale": q.outer_scales,
+    }
+    return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
 
 def quant_linear(
@@ -47,8 +59,7 @@ def quant_linear(
         weight.shape[1],
         weight.shape[0],
         stored={
-            "weight": q.codes.clone(),
-            "weight_scale": q.scales.clone(),
+            **{name: tensor.clone() for name, tensor in _named(q).items()},
             "weight_shape": torch.tensor(weight.shape),
             **extra,
         },

@@ -11,13 +11,27 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.cpu_int4 import CpuInt4
 from halfbyte.kernels.cpu_int8 import CpuInt8
 from halfbyte.kernels.dequantize import Dequantize
+from halfbyte.kernels.hopper_w4a8 import HopperW4A8
 from halfbyte.kernels.problem import Kernel, LinearProblem
 from halfbyte.kernels.reference import Reference
+from halfbyte.kernels.scaled_mm import ScaledMM
+from halfbyte.kernels.triton_linear import TritonFp8, TritonInt8, TritonW4A8, TritonW4A16
 
 logger = logging.getLogger(__name__)
 
 # Best first. The reference runs everything and is only ever chosen by name: the kernel before it does too.
-KERNELS: tuple[Kernel, ...] = (CpuInt4(), CpuInt8(), Dequantize(), Reference())
+KERNELS: tuple[Kernel, ...] = (
+    CpuInt4(),
+    CpuInt8(),
+    HopperW4A8(),
+    ScaledMM(),
+    TritonW4A8(),
+    TritonW4A16(),
+    TritonFp8(),
+    TritonInt8(),
+    Dequantize(),
+    Reference(),
+)
 
 _forced: ContextVar[str | None] = ContextVar("forced kernel", default=None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch import nn
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.kernels.problem import Kernel, LinearProblem, Prepared
+from halfbyte.kernels.quantized_inputs import QuantizedInputs, SharedInputsKernel, can_share_inputs
 from halfbyte.kernels.registry import select
 from halfbyte.schemes import Scheme
 
@@ -66,11 +67,24 @@ class QuantLinear(nn.Module):
         self._kept: dict[str, torch.Tensor] = {}
         self._kernel: Kernel | None = None
         self._prepared: Prepared | None = None
+        self._borrower: tuple[QuantLinear, slice] | None = None
 
     @property
     def kernel(self) -> str | None:
         """Name of the kernel that runs this layer; none before :meth:`repack`."""
+        if self._borrower is not None:
+            return self._borrower[0].kernel
         return self._kernel.name if self._kernel else None
+
+    @property
+    def problem(self) -> LinearProblem:
+        """What the layer's kernel was chosen for; its scheme has the scale dtype that is stored."""
+        return self._ready()[1].problem
+
+    @property
+    def static_input_scale(self) -> torch.Tensor | None:
+        """fp32 ``[1]`` of static activations, or none."""
+        return self._ready()[1].input_scale
 
     def repack(self, dtype: torch.dtype) -> None:
         """Turn the loaded buffers into the form of the kernel that runs best for inputs of ``dtype``.
@@ -91,14 +105,55 @@ class QuantLinear(nn.Module):
 
     def unpack(self) -> QuantizedTensor:
         """The weight as it was loaded, bit for bit."""
+        if self._borrower is not None:
+            other, rows = self._borrower
+            return rows_of(other.unpack(), rows)
         kernel, prepared = self._ready()
         return kernel.restore(prepared)
+
+    def lend(self, other: QuantLinear, rows: slice) -> None:
+        """Give the weight up for the same one at ``rows`` of ``other``, which has this layer's bias there too."""
+        self._borrower = (other, rows)
+        self._kernel = self._prepared = None
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Repack for inputs on ``device`` and of ``dtype``, unless that is what the layer is packed for."""
+        if self._borrower is not None:
+            self._borrower[0].place(device, dtype)
+            return
+        _, prepared = self._ready()
+        if (dtype, device) != (prepared.problem.dtype, prepared.problem.device):
+            self._prepare(_moved(self.unpack(), device), dtype, _on(prepared.input_scale, device))
+
+    def packed_tensors(self) -> Iterable[torch.Tensor]:
+        """What the kernel reads, in its own form; nothing before :meth:`repack`."""
+        return self._prepared.tensors.values() if self._prepared else ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` to ``[..., out]`` in the dtype of ``x``."""
         if torch.is_grad_enabled():
             return _ForwardOnly.apply(x, self)
         return self._run(x)
+
+    def takes_quantized(self, x: torch.Tensor) -> bool:
+        """Whether inputs that were like ``x``, in dtype and device, may come quantized instead."""
+        self.place(x.device, x.dtype)
+        return self._kernel is not None and can_share_inputs(self._kernel, self.scheme)
+
+    def quantize(self, x: torch.Tensor) -> QuantizedInputs:
+        """Inputs ``[M, in]`` as :meth:`forward_quantized` takes them, if it does."""
+        self.place(x.device, x.dtype)
+        kernel, prepared = self._sharing()
+        return kernel.quantize(x, prepared)
+
+    def forward_quantized(self, inputs: QuantizedInputs, dtype: torch.dtype) -> torch.Tensor:
+        """``[M, out]`` of ``dtype`` from inputs ``[M, in]`` that are quantized already.
+
+        Their sums must be over groups of ``sum_group(self.scheme)``.
+        """
+        self.place(inputs.codes.device, dtype)
+        kernel, prepared = self._sharing()
+        return kernel.run_quantized(inputs, prepared, self.bias)
 
     def extra_repr(self) -> str:
         return (
@@ -107,27 +162,13 @@ class QuantLinear(nn.Module):
         )
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
+        if self._borrower is not None:
+            other, rows = self._borrower
+            return other._run(x)[..., rows]
+        self.place(x.device, x.dtype)
         kernel, prepared = self._ready()
-        if (x.dtype, x.device) != (prepared.problem.dtype, prepared.problem.device):
-            kernel, prepared = self._follow(x)
-        rows = kernel.run(x.reshape(-1, self.in_features), prepared, self.bias)
-        return rows.view(*x.shape[:-1], self.out_features)
-
-    def _follow(self, x: torch.Tensor) -> tuple[Kernel, Prepared]:
-        q, scale = self.unpack(), self._ready()[1].input_scale
-
-        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.to(x.device)
-
-        q = QuantizedTensor(
-            q.format,
-            q.codes.to(x.device),
-            q.scales.to(x.device),
-            moved(q.zero_points),
-            moved(q.outer_scales),
-        )
-        self._prepare(q, x.dtype, moved(scale))
-        return self._ready()
+        outputs = kernel.run(x.reshape(-1, self.in_features), prepared, self.bias)
+        return outputs.view(*x.shape[:-1], self.out_features)
 
     def _prepare(self, q: QuantizedTensor, dtype: torch.dtype, input_scale: torch.Tensor | None) -> None:
         scheme = replace(self.scheme, weights=q.format)
@@ -142,9 +183,15 @@ class QuantLinear(nn.Module):
             raise HalfbyteError(f"{self.name}: its weight was not loaded and repacked yet")
         return self._kernel, self._prepared
 
+    def _sharing(self) -> tuple[SharedInputsKernel, Prepared]:
+        kernel, prepared = self._ready()
+        if not isinstance(kernel, SharedInputsKernel):
+            raise HalfbyteError(f"{self.name}: kernel {kernel.name} quantizes its inputs itself")
+        return kernel, prepared
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._prepared is None:
+        if self._prepared is None and self._borrower is None:
             return
         with torch.inference_mode(False), torch.no_grad():
             encoded = {**self._codec.encode(self.unpack()), **self._kept}
@@ -158,6 +205,31 @@ class QuantLinear(nn.Module):
                 local in encoded
             ):  # what the codec does not give again had nothing to say (zero points of zero)
                 destination[prefix + local] = encoded[local]
+
+
+def rows_of(q: QuantizedTensor, rows: slice) -> QuantizedTensor:
+    """Some output features of a weight ``[out, in]`` that has scales of its own for each, or for blocks of them.
+
+    ``rows`` must begin and end with a block.
+    """
+    height = q.format.block_shape[0] if q.format.block_shape else 1
+    scale_rows = slice(rows.start // height, -(-rows.stop // height))
+
+    def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor[scale_rows]
+
+    return QuantizedTensor(
+        q.format, q.codes[rows], q.scales[scale_rows], part(q.zero_points), part(q.outer_scales)
+    )
+
+
+def _on(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def _moved(q: QuantizedTensor, device: torch.device) -> QuantizedTensor:
+    zero_points, outer_scales = _on(q.zero_points, device), _on(q.outer_scales, device)
+    return QuantizedTensor(q.format, q.codes.to(device), q.scales.to(device), zero_points, outer_scales)
 
 
 class _ForwardOnly(torch.autograd.Function):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
+from halfbyte.engines.transformers.decodable import cannot_decode
+from halfbyte.engines.transformers.session import session
 from halfbyte.errors import HalfbyteError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,30 +78,90 @@ def generate(
             f"{prompt_tokens} tokens of prompt and {max_new_tokens} new ones are more than the {limit} that the "
             "model can hold"
         )
-    if seed is not None:
-        torch.manual_seed(seed)
     watch = _Watch(tokenizer, on_text)
+    request = _Request(inputs, max_new_tokens, temperature, seed, _pad_token(model, tokenizer))
+    ask = _ask_session if _decodes_itself(model) else _ask_transformers
+    new_tokens, started = ask(model, request, watch)
+    times = watch.times
+    return Generation(
+        text=tokenizer.decode(new_tokens, skip_special_tokens=True),
+        prompt_tokens=prompt_tokens,
+        new_tokens=len(new_tokens),
+        ttft_ms=(times[0] - started) * 1e3,
+        tpot_ms=(times[-1] - times[0]) / (len(times) - 1) * 1e3 if len(times) > 1 else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Request:
+    """inputs: ``input_ids`` and ``attention_mask`` ``[1, T]``. pad: any token, of which one prompt needs none."""
+
+    inputs: dict[str, torch.Tensor]
+    max_new_tokens: int
+    temperature: float
+    seed: int | None
+    pad: int | None
+
+    def seed_generators(self) -> None:
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+
+
+def _decodes_itself(model: PreTrainedModel) -> bool:
+    """On a GPU, where Python between kernels would take longer than the kernels, unless the model rules it out."""
+    if model.device.type != "cuda":
+        return False
+    reason = cannot_decode(model)
+    if reason:
+        _note_once(f"{type(model).__name__} is decoded by transformers, without CUDA graphs: {reason}")
+    return not reason
+
+
+def _ask_session(model: PreTrainedModel, request: _Request, watch: _Watch) -> tuple[torch.Tensor, float]:
+    """New tokens ``[N]``, and when work on the prompt began; to make the session ready comes before."""
+    prompt = request.inputs["input_ids"]
+    penalty = model.generation_config.repetition_penalty or 1.0
+    ready = session(
+        model,
+        1,
+        prompt.shape[1] + request.max_new_tokens,
+        sampled=request.temperature > 0,
+        penalized=penalty != 1.0,
+    )
+    request.seed_generators()
+    started = time.perf_counter()
+    watch.put(prompt)
+    new_tokens = []
+    for tokens in ready.answer(
+        prompt.to(model.device),
+        max_new_tokens=request.max_new_tokens,
+        stop=_stop_tokens(model),
+        temperature=request.temperature,
+        penalty=penalty,
+    ):
+        watch.put(tokens)
+        new_tokens.append(tokens)
+    watch.end()
+    return torch.cat(new_tokens), started
+
+
+def _ask_transformers(model: PreTrainedModel, request: _Request, watch: _Watch) -> tuple[torch.Tensor, float]:
+    """The same from transformers' ``generate``."""
+    inputs = {name: tensor.to(model.device) for name, tensor in request.inputs.items()}
+    request.seed_generators()
     started = time.perf_counter()
     # The checkpoint's generation config may sample; only what the caller asks for counts here.
     output = model.generate(
         **inputs,
-        max_new_tokens=max_new_tokens,
-        do_sample=temperature > 0,
-        temperature=temperature or None,
-        top_k=0 if temperature else None,
+        max_new_tokens=request.max_new_tokens,
+        do_sample=request.temperature > 0,
+        temperature=request.temperature or None,
+        top_k=0 if request.temperature else None,
         top_p=None,
-        pad_token_id=_pad_token(model, tokenizer),
+        pad_token_id=request.pad,
         streamer=watch,
     )
-    new = output[0, prompt_tokens:]
-    times = watch.times
-    return Generation(
-        text=tokenizer.decode(new, skip_special_tokens=True),
-        prompt_tokens=prompt_tokens,
-        new_tokens=len(new),
-        ttft_ms=(times[0] - started) * 1e3,
-        tpot_ms=(times[-1] - times[0]) / (len(times) - 1) * 1e3 if len(times) > 1 else None,
-    )
+    return output[0, inputs["input_ids"].shape[1] :], started
 
 
 def encode_prompt(
@@ -123,6 +189,16 @@ def _pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> in
     """Any token will do for one prompt; that it is named keeps transformers from warning."""
     configured = model.generation_config.pad_token_id
     return configured if configured is not None else tokenizer.eos_token_id
+
+
+def _stop_tokens(model: PreTrainedModel) -> list[int]:
+    stop = model.generation_config.eos_token_id
+    return [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
+
+
+@lru_cache
+def _note_once(message: str) -> None:
+    logger.warning(message)
 
 
 class _Watch(TextStreamer):

@@ -1,0 +1,79 @@
+"""A record of ``halfbyte bench kernels``: read back, and shown on a terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from halfbyte.cli import console
+from halfbyte.errors import HalfbyteError
+
+# Outside of a terminal no cell of a dozen columns has to be broken.
+_WIDE = 1000
+
+# What a record is shown by.
+_META = {"command", "commit", "date", "versions"}
+_ROW = {"kernel", "op", "scheme", "inputs", "N", "K", "M", "us", "floor_us", "rel_err"}
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Errors: a file that is no record of this command."""
+    try:
+        result = json.loads(path.read_text())
+        if result["meta"].keys() >= _META and all(row.keys() >= _ROW for row in result["rows"]):
+            return result
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise HalfbyteError(f"{path} is no record; accepted: what bench kernels wrote with --out")
+
+
+def print_record(result: dict[str, Any]) -> None:
+    """One table per op and shape, then what was not measured and why."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from halfbyte.bench.kernels.table import CAPTION, comparisons, margin, missing_lines
+
+    shown = console.out()
+    if not shown.is_terminal:
+        shown = Console(width=_WIDE, no_color=True)
+    for comparison in comparisons(result["rows"]):
+        table = Table(title=comparison.title, title_justify="left")
+        for column in ("M", "floor", *comparison.columns):
+            table.add_column(column.replace("-", "-\n"), justify="right", overflow="fold")
+        for line in comparison.lines:
+            cells = ["" if cell is None else f"{cell}{'*' if cell.best else ' '}" for cell in line.cells]
+            table.add_row(*margin(line), *cells)
+        shown.print(table)
+    shown.print(f"* {CAPTION}", markup=False, highlight=False)
+    for text in missing_lines(result):
+        shown.print(f"not measured: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_tuning(rows: list[dict[str, Any]], most: int = 5) -> None:
+    """The fastest configurations of each case, and where the one now in the table stands."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = console.out()
+    if not shown.is_terminal:
+        shown = Console(width=_WIDE, no_color=True)
+    table = Table()
+    for column in ("N x K", "M", "us", "error", "configuration", "now"):
+        table.add_column(column, justify="right" if column in ("M", "us", "error") else "left")
+    places: dict[tuple[int, int, int], int] = {}
+    for row in rows:
+        case = (row["N"], row["K"], row["M"])
+        places[case] = places.get(case, 0) + 1
+        if places[case] <= most or row["chosen"]:
+            text = " ".join(f"{name} {value}" for name, value in row["config"].items())
+            cells = (
+                f"{row['N']}x{row['K']}",
+                str(row["M"]),
+                f"{row['us']:.2f}",
+                f"{row['rel_err']:.1e}",
+                text,
+            )
+            table.add_row(*cells, "chosen" if row["chosen"] else "")
+    shown.print(table)

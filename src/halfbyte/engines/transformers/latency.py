@@ -1,0 +1,95 @@
+"""What ``bench.latency`` times: this engine, on models full of random numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from halfbyte.engines.transformers.cuda_graphs import captured
+from halfbyte.engines.transformers.fusion import fuse, running_linears
+from halfbyte.engines.transformers.random_llama import LlamaShape, random_llama
+from halfbyte.engines.transformers.session import session
+from halfbyte.layers.linear import QuantLinear
+from halfbyte.schemes import Scheme
+
+
+class RandomLlama:
+    """A model to be timed, on the GPU if there is one."""
+
+    engine = "transformers"
+
+    def __init__(self, shape: LlamaShape, scheme: Scheme | None, positions: int) -> None:
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
+        self._model = random_llama(shape, scheme, positions, self.device)
+        fuse(self._model)
+
+    @property
+    def kernels(self) -> str:
+        """What the quantized layers run on, with the number of layers where there are several kernels."""
+        counts = Counter(
+            str(layer.kernel) for layer in running_linears(self._model) if isinstance(layer, QuantLinear)
+        )
+        if len(counts) <= 1:
+            return next(iter(counts), "torch")
+        return ", ".join(f"{kernel} {count}" for kernel, count in counts.items())
+
+    def run(self, batch: int, prompt_tokens: int, new_tokens: int) -> RandomRun:
+        """Ready to answer: kernels compiled, graphs captured."""
+        return RandomRun(self._model, batch, prompt_tokens, new_tokens)
+
+
+class RandomRun:
+    """One batch of prompts of random tokens."""
+
+    def __init__(self, model: PreTrainedModel, batch: int, prompt_tokens: int, new_tokens: int) -> None:
+        generator = torch.Generator(model.device).manual_seed(batch)
+        self._prompt = torch.randint(
+            model.config.vocab_size, (batch, prompt_tokens), device=model.device, generator=generator
+        )
+        self._session = session(model, batch, prompt_tokens + new_tokens)
+        self.linears = _alone(model, batch, generator)
+
+    linears: Callable[[], None]
+    """All linear layers that one step runs, and nothing else, on inputs quantized before."""
+
+    def read(self) -> None:
+        """The prompts, up to their first new tokens."""
+        self._session.decoder.read(self._prompt)
+
+    def step(self) -> None:
+        """One more token each."""
+        self._session.step()
+
+
+def _alone(model: PreTrainedModel, batch: int, generator: torch.Generator) -> Callable[[], None]:
+    inputs: dict[int, torch.Tensor] = {}
+    calls = [_call(layer, batch, inputs, generator) for layer in running_linears(model)]
+
+    @torch.no_grad()
+    def step() -> None:
+        for call in calls:
+            call()
+
+    return captured(step, model.device) if model.device.type == "cuda" else step
+
+
+def _call(
+    layer: Any, batch: int, inputs: dict[int, torch.Tensor], generator: torch.Generator
+) -> Callable[[], torch.Tensor]:
+    """``layer`` on inputs that it shares with all layers of the same width."""
+    width = layer.in_features
+    if width not in inputs:
+        inputs[width] = torch.randn(batch, width, device=generator.device, generator=generator).bfloat16()
+    x = inputs[width]
+    if isinstance(layer, QuantLinear) and layer.takes_quantized(x):
+        quantized = layer.quantize(x)
+        return lambda: layer.forward_quantized(quantized, x.dtype)
+    return lambda: layer(x)

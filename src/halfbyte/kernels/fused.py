@@ -1,0 +1,86 @@
+"""What comes before a layer, in one piece with the quantization of the layer's inputs: on the GPU one kernel each.
+
+Off the GPU it is said in torch, which is also the definition: norms and gates round to the inputs' dtype after each
+step, as transformers' modules do, and codes and scales are those of :mod:`halfbyte.formats.activations`.
+All inputs are rows ``[M, K]``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from halfbyte.formats.activations import quantize_activations
+from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs
+
+# Names of activations in transformers' configs that the kernels have, by what the kernels call them.
+GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@cache
+def triton_ops() -> Any:
+    """``torch.ops.halfbyte`` with the portable kernels in it; none where there is no Triton."""
+    try:
+        for module in ("activations", "decode_attention", "norms", "rotary"):
+            importlib.import_module(f"halfbyte.kernels.triton.{module}")
+    except ImportError:
+        return None
+    return torch.ops.halfbyte
+
+
+def rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``weight * n(s)`` and ``s = x + residual`` (``x`` itself without one): n divides a row by its RMS, in fp32."""
+    if x.is_cuda and (ops := triton_ops()):
+        if residual is None:
+            return ops.rms_norm(x, weight, eps), x
+        return ops.add_rms_norm(x, residual, weight, eps)
+    total = x if residual is None else x + residual
+    values = total.float()
+    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(total.dtype), total
+
+
+def rms_norm_quantize(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, group: int
+) -> tuple[QuantizedInputs, torch.Tensor]:
+    """:func:`rms_norm`, its first result quantized. group: for the sums."""
+    if x.is_cuda and (ops := triton_ops()):
+        if residual is None:
+            return QuantizedInputs(*ops.rms_norm_quantize_fp8(x, weight, eps, group)), x
+        *quantized, total = ops.add_rms_norm_quantize_fp8(x, residual, weight, eps, group)
+        return QuantizedInputs(*quantized), total
+    normed, total = rms_norm(x, residual, weight, eps)
+    return quantize(normed, group), total
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """``activation(gate) * up``; a value of ``GATES``."""
+    if gate.is_cuda and (ops := triton_ops()):
+        return getattr(ops, f"{activation}_and_mul")(gate, up)
+    if activation == "silu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+def gated_quantize(gate: torch.Tensor, up: torch.Tensor, activation: str, group: int) -> QuantizedInputs:
+    """:func:`gated`, quantized."""
+    if gate.is_cuda and (ops := triton_ops()):
+        return QuantizedInputs(*getattr(ops, f"{activation}_and_mul_quantize_fp8")(gate, up, group))
+    return quantize(gated(gate, up, activation), group)
+
+
+def quantize(x: torch.Tensor, group: int) -> QuantizedInputs:
+    """Rows in E4M3 with a scale each, and their sums over groups of ``group``."""
+    if x.is_cuda and (ops := triton_ops()):
+        return QuantizedInputs(*ops.quantize_fp8_per_token(x, group))
+    codes, scales = quantize_activations(x, FP8_TOKEN)
+    tokens, columns = codes.shape
+    values = functional.pad(codes.float(), (0, -columns % group, 0, -tokens % 4))
+    sums = values.unflatten(-1, (-1, group)).sum(-1)
+    return QuantizedInputs(codes, scales, sums.T.contiguous())

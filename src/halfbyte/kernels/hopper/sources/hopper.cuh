@@ -1,0 +1,241 @@
+// The few Hopper instructions that the kernels are made of, one function each. PTX ISA 8.x, sm_90a.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- Barriers in shared memory -------------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_remote(u32 barrier, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait_cluster(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void named_barrier(u32 id, u32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- Clusters ------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Orders nothing but the blocks' progress: what they write to each other is counted by barriers in shared memory.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 remote_address(u32 address, u32 rank) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// Sixteen bytes into another block's shared memory; its barrier counts them when they have landed.
+__device__ __forceinline__ void store_remote(u32 address, u32 barrier, float a, float b, float c, float d) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+        "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
+        : "memory");
+}
+
+// ---- Copies by the tensor memory accelerator: called by a whole warp, issued once ---------------------------
+
+#define HALFBYTE_ELECTED "{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one "
+
+__device__ __forceinline__ u64 policy_evict_first() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void expect_once(u32 barrier, u32 bytes) {
+    asm volatile(
+        HALFBYTE_ELECTED "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n}" ::"r"(barrier), "r"(bytes)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile(
+        HALFBYTE_ELECTED
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;\n}" ::
+            "r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile(
+        HALFBYTE_ELECTED "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}" ::
+            "r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, int inner, int outer, u32 barrier) {
+    asm volatile(
+        HALFBYTE_ELECTED
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];\n}" ::
+            "r"(to),
+        "l"(reinterpret_cast<u64>(&map)), "r"(inner), "r"(outer), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void copy_tile_multicast(
+    u32 to, const TensorMap& map, int inner, int outer, u32 barrier, u16 ranks) {
+    asm volatile(
+        HALFBYTE_ELECTED
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3}], [%4], %5;\n}" ::"r"(to),
+        "l"(reinterpret_cast<u64>(&map)), "r"(inner), "r"(outer), "r"(barrier), "h"(ranks)
+        : "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<u64>(&map)) : "memory");
+}
+
+// Ordinary stores to shared memory before it, copies into the same place after it.
+__device__ __forceinline__ void copy_engine_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- Kernels that follow each other (programmatic dependent launch) ----------------------------------------
+
+__device__ __forceinline__ void let_next_kernel_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// ---- Matrix products of a warpgroup ----------------------------------------------------------------------
+
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void mma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// A tile whose rows are 128 bytes in the 128-byte swizzle that the accelerator writes; 8 rows are 1,024 bytes.
+__device__ __forceinline__ u64 swizzled_tile(u32 address) {
+    return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+// A tile of 2-byte numbers without swizzle: 8 rows x 16 bytes lie together, the next 8 rows after them, the next 16
+// bytes of all rows `along_k` bytes on.
+__device__ __forceinline__ u64 plain_tile(u32 address, u32 along_k) {
+    return static_cast<u64>((address & 0x3FFFF) >> 4) | (static_cast<u64>(along_k >> 4) << 16) | (8ull << 32);
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// ---- Numbers ---------------------------------------------------------------------------------------------
+
+struct Bf16 {
+    static constexpr bool FITS_BF16 = true;
+    u16 bits;
+    static __device__ __forceinline__ Bf16 of(float value) {
+        Bf16 out;
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(value));
+        return out;
+    }
+    __device__ __forceinline__ float value() const { return __uint_as_float(static_cast<u32>(bits) << 16); }
+};
+
+// Two numbers as BF16, the first one in the low half.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+struct Half {
+    static constexpr bool FITS_BF16 = false;
+    u16 bits;
+    static __device__ __forceinline__ Half of(float value) {
+        Half out;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(value));
+        return out;
+    }
+    __device__ __forceinline__ float value() const {
+        float out;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
+        return out;
+    }
+};
+
+struct Float {
+    static constexpr bool FITS_BF16 = false;
+    float number;
+    __device__ __forceinline__ float value() const { return number; }
+};
+
+// Lanes of a warp that share nothing but must do one thing once.
+__device__ __forceinline__ bool first_lane() { return (threadIdx.x & 31) == 0; }

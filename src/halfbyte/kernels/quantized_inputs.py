@@ -1,0 +1,52 @@
+"""Inputs that were quantized before they reach a layer, so that several layers, or the norm before them, share it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from halfbyte.formats.spec import ActivationFormat
+from halfbyte.kernels.problem import Kernel, Prepared
+from halfbyte.schemes import Scheme
+
+FP8_TOKEN = ActivationFormat("e4m3", "token")
+_SUM_GROUPS = (32, 64, 128)
+
+
+class QuantizedInputs(NamedTuple):
+    """``[M, K]`` inputs in E4M3, one dynamic scale per token.
+
+    codes: float8_e4m3fn ``[M, K]``. scales: fp32 ``[M, 1]``. sums: fp32 ``[ceil(K / group), ceil4(M)]``, the sum of
+    each token's codes (their values, unscaled) over each group along K; columns from M on are 0.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor
+
+
+@runtime_checkable
+class SharedInputsKernel(Protocol):
+    """A kernel whose inputs can come quantized."""
+
+    def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
+        """``[M, in]`` as this weight's kernel takes it."""
+        ...
+
+    def run_quantized(
+        self, inputs: QuantizedInputs, prepared: Prepared, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``[M, out]`` in the problem's dtype."""
+        ...
+
+
+def sum_group(scheme: Scheme) -> int:
+    """The group over which :class:`QuantizedInputs` has to sum for a weight of ``scheme``: 32, 64 or 128."""
+    size = scheme.weights.group_size
+    return size if size in _SUM_GROUPS else max(_SUM_GROUPS)
+
+
+def can_share_inputs(kernel: Kernel, scheme: Scheme) -> bool:
+    """Whether ``kernel`` takes :class:`QuantizedInputs` for a layer of ``scheme``."""
+    return scheme.activations == FP8_TOKEN and isinstance(kernel, SharedInputsKernel)

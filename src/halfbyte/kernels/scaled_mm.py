@@ -1,0 +1,104 @@
+"""FP8 linear layers by ``torch._scaled_mm``: cuBLAS or CUTLASS, whichever torch has for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.kernels.fused import quantize
+from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
+from halfbyte.kernels.quantized_inputs import QuantizedInputs, sum_group
+from halfbyte.kernels.triton.linear_conditions import gpu_conditions, is_coarse, is_simple, name_of
+
+# Without it sums are promoted to fp32 on their way through K, as Hopper's FP8 tensor cores need it.
+_FAST_ACCUMULATION = False
+
+
+class ScaledMM:
+    """E4M3 weights with a scale per channel or tensor, E4M3 inputs with a scale per token or tensor."""
+
+    name = "scaled-mm"
+
+    def can_implement(self, problem: LinearProblem) -> tuple[bool, str]:
+        return first_refusal(self._conditions(problem))
+
+    def _conditions(self, problem: LinearProblem) -> Iterator[tuple[bool, str]]:
+        weights, activations = problem.scheme.weights, problem.scheme.activations
+        yield (
+            weights.element == "e4m3" and is_coarse(weights),
+            "weights must be E4M3 with a scale per channel or tensor",
+        )
+        yield is_simple(activations, "e4m3"), "inputs must be E4M3 with a scale per token or tensor"
+        yield (
+            problem.out_features % 16 == 0 and problem.in_features % 16 == 0,
+            f"out_features {problem.out_features} and in_features {problem.in_features} must be multiples "
+            "of 16",
+        )
+        accepted = (torch.bfloat16, torch.float16) if _is_single(problem) else (torch.bfloat16,)
+        yield (
+            problem.dtype in accepted,
+            f"results must be {' or '.join(map(name_of, accepted))} for such scales, "
+            f"not {name_of(problem.dtype)}",
+        )
+        yield from gpu_conditions(problem, (8, 9))
+
+    def prepare(
+        self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None
+    ) -> Prepared:
+        factors = q.scales.float()
+        if not _is_single(problem):
+            factors = factors.expand(problem.out_features, 1).T
+        tensors = {"codes": q.codes.contiguous(), "scales": q.scales, "factors": factors.contiguous()}
+        return Prepared(problem, tensors, input_scale)
+
+    def restore(self, prepared: Prepared) -> QuantizedTensor:
+        tensors = prepared.tensors
+        return QuantizedTensor(prepared.problem.scheme.weights, tensors["codes"], tensors["scales"])
+
+    def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
+        from halfbyte.kernels.triton.linear_inputs import quantized_inputs
+
+        activations = prepared.problem.scheme.activations
+        assert activations is not None
+        return self._multiply(*quantized_inputs(x, activations, prepared.input_scale), prepared, bias)
+
+    def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
+        return quantize(x, sum_group(prepared.problem.scheme))
+
+    def run_quantized(
+        self, inputs: QuantizedInputs, prepared: Prepared, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._multiply(inputs.codes, inputs.scales, prepared, bias)
+
+    def _multiply(
+        self, codes: torch.Tensor, scale: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        tensors, problem = prepared.tensors, prepared.problem
+        rows = codes.shape[0]
+        if rows == 0:
+            return codes.new_empty(0, problem.out_features, dtype=problem.dtype)
+        if not _is_single(problem):
+            scale = scale.reshape(-1, 1).expand(rows, 1).contiguous()
+        fused = bias if bias is not None and bias.dtype == problem.dtype else None
+        result = torch._scaled_mm(
+            codes,
+            tensors["codes"].T,
+            scale,
+            tensors["factors"],
+            bias=fused,
+            out_dtype=problem.dtype,
+            use_fast_accum=_FAST_ACCUMULATION,
+        )
+        return result if bias is None or bias is fused else result.add_(bias)
+
+
+def _is_single(problem: LinearProblem) -> bool:
+    """Whether one scale holds for all inputs and one for all weights; torch takes these, or vectors for both."""
+    activations = problem.scheme.activations
+    return (
+        problem.scheme.weights.granularity == "tensor"
+        and activations is not None
+        and activations.granularity == "tensor"
+    )

@@ -1,0 +1,161 @@
+# ruff: noqa: N803, N806, SIM300
+"""What the kernels share that quantize a row of inputs: its scale, its codes, the sums of its groups.
+
+A row, or a part of it, is a tile ``[group size / 8, groups, 8]`` of fp32 values, with zeros where it has ended.
+The numbers are those of :mod:`halfbyte.formats.activations`, bit for bit; only the division costs thought.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Triton's interpreter, in which tests run these functions on the CPU, knows no assembly.
+ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_SMALLEST_SCALE = tl.constexpr(2.0**-126)
+_LIFT = tl.constexpr(2.0**64)
+# Added to a small fp32 number, it leaves the nearest integer, ties to even, in the lowest bits.
+_TO_INTEGER = tl.constexpr(1.5 * 2**23)
+
+
+@triton.jit
+def tile_columns(GROUPS: tl.constexpr, GROUP: tl.constexpr) -> tl.tensor:
+    """Where in the row the values of its first tile lie.
+
+    With eights as the last axis, a thread loads and stores the same values; with the eights of a group as the first,
+    those are in neighbouring threads.
+    """
+    eights = tl.arange(0, GROUP // 8)[:, None, None]
+    groups = tl.arange(0, GROUPS)[None, :, None]
+    return groups * GROUP + eights * 8 + tl.arange(0, 8)[None, None, :]
+
+
+@triton.jit
+def widened(values: tl.tensor) -> tl.tensor:
+    """``values`` of any float dtype as fp32."""
+    if values.dtype == tl.bfloat16 and ASSEMBLY:
+        # BF16 is the upper half of fp32. Said so, two values take two instructions, where a cast takes three.
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [values],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    return values.to(tl.float32)
+
+
+@triton.jit
+def rounded(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """fp32 ``values`` rounded to ``DTYPE``, as fp32."""
+    if DTYPE == tl.bfloat16 and ASSEMBLY:
+        # One conversion, straight to the upper half, where a cast and one back take two.
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,r", [values], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return values.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def largest_magnitude(values: tl.tensor) -> tl.tensor:
+    """The bits of the largest magnitude, as int32. So ordered, Inf comes after all numbers and NaN last."""
+    return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+
+
+@triton.jit
+def scale_for(magnitude: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
+    """The fp32 scale of a row by its :func:`largest_magnitude`; NaN if that is not finite."""
+    scale = tl.math.div_rn(magnitude.to(tl.float32, bitcast=True), LARGEST)
+    return tl.where(magnitude < _INFINITY_BITS, tl.maximum(scale, _SMALLEST_SCALE), float("nan"))
+
+
+@triton.jit
+def divided(values: tl.tensor, scale: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """``values / scale``, so exact that its code is that of the correctly rounded quotient.
+
+    values: fp32 that ``DTYPE`` holds exactly. scale: of their row, by :func:`scale_for`.
+    """
+    # An IEEE division per value would take most of the kernel's time. With the exact reciprocal, two corrections
+    # give the correctly rounded quotient (Markstein, IBM J. Res. Dev. 34, 1990). One gives the right code if
+    # the input has 8 or 11 significant bits: a test goes through all of them.
+    CORRECTIONS: tl.constexpr = 2 if DTYPE == tl.float32 else 1
+    if scale < 1 / _LIFT:
+        # Or the remainders would be subnormal and lose bits.
+        values = values * _LIFT
+        scale = scale * _LIFT
+    minus_reciprocal = tl.math.div_rn(-1.0, scale)
+    minus_values = values * -1.0  # is free, where a minus sign would mean 0 - values
+    quotients = minus_values * minus_reciprocal
+    for _ in tl.static_range(CORRECTIONS):
+        # Written so that -0 stays -0.
+        quotients = tl.fma(tl.fma(quotients, scale, minus_values), minus_reciprocal, quotients)
+    return quotients
+
+
+@triton.jit
+def store_int8(
+    values: tl.tensor,
+    scale: tl.tensor,
+    codes: tl.tensor,
+    columns: tl.tensor,
+    COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> None:
+    """Write the INT8 codes of a tile: 0 where the scale is NaN. No quotient of a row leaves [-127, 127]."""
+    integers = (divided(values, scale, DTYPE) + _TO_INTEGER).to(tl.int32, bitcast=True)
+    tile = tl.where(scale == scale, integers, 0).to(tl.int8)
+    tl.store(codes + columns, tile, mask=columns < COLUMNS)
+
+
+@triton.jit
+def store_fp8(
+    values: tl.tensor,
+    scale: tl.tensor,
+    codes: tl.tensor,
+    sums: tl.tensor,
+    sums_stride: tl.tensor,
+    groups: tl.tensor,
+    columns: tl.tensor,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> None:
+    """Write the E4M3 codes of a tile (the conversion saturates), and the sums of its groups.
+
+    codes: of the row. sums: of the row in group 0. groups, columns: where the tile lies in the row.
+    """
+    tile = divided(values, scale, DTYPE).to(tl.float8e4nv)
+    tl.store(codes + columns, tile, mask=columns < COLUMNS)
+    totals = tl.sum(tl.sum(tile.to(tl.float32), axis=2), axis=0)
+    targets = sums + groups.to(tl.int64) * sums_stride
+    inside = groups * GROUP < COLUMNS
+    if ASSEMBLY:
+        # A plain store would first carry the sums to one warp, through shared memory and two barriers.
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,l,r,r",
+            [targets.to(tl.int64), totals, inside.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(targets, totals, mask=inside)
+
+
+@triton.jit
+def clear_padding(
+    sums: tl.tensor,
+    sums_stride: tl.tensor,
+    rows: tl.tensor,
+    groups: tl.tensor,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Zero the columns of ``sums`` from ``rows`` to its stride, of which there are at most three."""
+    padding = rows + tl.arange(0, 4)[None, :]
+    targets = sums + groups.to(tl.int64)[:, None] * sums_stride + padding
+    inside = (groups[:, None] * GROUP < COLUMNS) & (padding < sums_stride)
+    tl.store(targets, tl.zeros([groups.shape[0], 4], tl.float32), mask=inside)

@@ -1,0 +1,80 @@
+"""What the fused kernels mean, as torch says it on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from halfbyte.formats.activations import dequantize_activations, quantize_activations
+from halfbyte.kernels.fused import GATES, gated, gated_quantize, quantize, rms_norm, rms_norm_quantize
+from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group
+from halfbyte.schemes import PRESETS
+
+EPS = 1e-5
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def rows(count: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_quantized(found: QuantizedInputs, x: torch.Tensor, group: int) -> None:
+    codes, scales = quantize_activations(x, FP8_TOKEN)
+    assert torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found.scales, scales)
+    tokens, columns = x.shape
+    assert found.sums.shape == (-(-columns // group), -(-tokens // 4) * 4)
+    for index in range(found.sums.shape[0]):
+        values = codes[:, index * group : (index + 1) * group].double().sum(-1)
+        assert torch.equal(found.sums[index, :tokens].double(), values)
+    assert not found.sums[:, tokens:].any()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("shape", [(0, 128), (1, 128), (4, 200), (5, 576)])
+def test_sums_are_of_the_codes(shape: tuple[int, int], group: int) -> None:
+    assert_quantized(quantize(rows(*shape, torch.bfloat16), group), rows(*shape, torch.bfloat16), group)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_norm_is_that_of_llama(dtype: torch.dtype) -> None:
+    norm = LlamaRMSNorm(576, EPS).to(dtype)
+    torch.nn.init.normal_(norm.weight, 1, 0.1)
+    x, residual = rows(5, 576, dtype), rows(5, 576, dtype, seed=1)
+    with torch.no_grad():
+        normed, total = rms_norm(x, None, norm.weight, EPS)
+        assert torch.equal(normed, norm(x))
+        assert total is x
+        normed, total = rms_norm(x, residual, norm.weight, EPS)
+        assert torch.equal(total, x + residual)
+        assert torch.equal(normed, norm(x + residual))
+        inputs, total = rms_norm_quantize(x, residual, norm.weight, EPS, 64)
+        assert torch.equal(total, x + residual)
+        assert_quantized(inputs, normed, 64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", sorted(GATES))
+def test_gates_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
+    gate, up = rows(7, 640, dtype).mul(3).chunk(2, dim=-1)
+    want = ACT2FN[name](gate) * up
+    assert torch.equal(gated(gate, up, GATES[name]), want)
+    assert_quantized(gated_quantize(gate, up, GATES[name], 128), want, 128)
+
+
+def test_a_token_that_is_not_finite_stays_alone() -> None:
+    x = rows(6, 128, torch.bfloat16)
+    x[2, 5], x[4, 7] = torch.nan, torch.inf
+    found, clean = quantize(x, 64), quantize(rows(6, 128, torch.bfloat16), 64)
+    others = [0, 1, 3, 5]
+    assert found.scales[[2, 4]].isnan().all()
+    assert torch.equal(found.sums[:, others], clean.sums[:, others])
+    values = dequantize_activations(found.codes, found.scales)
+    assert torch.equal(values[others], dequantize_activations(clean.codes, clean.scales)[others])
+
+
+@pytest.mark.parametrize(("scheme", "group"), [("w4a8", 128), ("fp8", 128), ("mxfp4", 32), ("nvfp4", 128)])
+def test_the_group_that_sums_are_over(scheme: str, group: int) -> None:
+    assert sum_group(PRESETS[scheme]) == group

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.kernels.triton.runners import Runner, interpreted, on_gpu
+
+# Nothing here can run where Triton is not for this system.
+collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run(request: pytest.FixtureRequest) -> Runner:
+    return interpreted if request.param == "interpreter" else on_gpu
+
+
+@pytest.fixture
+def shapes(run: Runner) -> list[tuple[int, int]]:
+    """[M, K]: a few where the interpreter has to count every row, more on a GPU."""
+    if run is interpreted:
+        return [(0, 576), (1, 4096), (2, 200), (5, 64), (11, 1000)]
+    heads = [(300, 64), (300, 128), (5, 9)]
+    return [*heads, *((m, k) for m in (0, 1, 2, 7, 16, 17, 257, 1000) for k in (576, 4096, 14336))]

@@ -1,0 +1,159 @@
+"""Linear layers to hold the portable GPU kernels to: their numbers, how they are run, and how far off they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.formats.scales import FLOAT_SCALE_DTYPES
+from halfbyte.formats.spec import ActivationFormat, TensorFormat
+from halfbyte.kernels.problem import LinearProblem
+from halfbyte.kernels.reference import exact_weight, reference_linear
+from halfbyte.kernels.triton_linear import TritonFp8, TritonInt8, TritonW4A8, TritonW4A16
+from halfbyte.schemes import Scheme
+from tests.kernels.cases import magnitude, random_inputs, random_weight, settled
+
+KERNELS = {kernel.name: kernel for kernel in (TritonW4A16(), TritonW4A8(), TritonInt8(), TritonFp8())}
+FP8 = ActivationFormat("e4m3", "token")
+INT8 = ActivationFormat("int8", "token")
+STATIC_FP8 = ActivationFormat("e4m3", "tensor", dynamic=False)
+STATIC_INT8 = ActivationFormat("int8", "tensor", dynamic=False)
+
+# What rounding to a dtype may take.
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+# What sums may lose, relative to the sum of magnitudes: Hopper adds FP8 products in about 14 bits, a group at a
+# time; fp32 sums on tensor cores are cut off, not rounded.
+LOSS = {"e4m3": 2.0**-12, "int8": 2.0**-20, None: 2.0**-16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, its inputs, and the kernel that runs it."""
+
+    kernel: str
+    scheme: Scheme
+    weight: QuantizedTensor
+    x: torch.Tensor
+    bias: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+
+    @property
+    def label(self) -> str:
+        weights, inputs = self.scheme.weights, self.scheme.activations
+        return (
+            f"{self.kernel} {weights} {inputs} M={self.x.shape[0]} N, K={self.weight.shape} {self.x.dtype} "
+            f"bias={self.bias is not None}"
+        )
+
+    def run(self, device: torch.device) -> torch.Tensor:
+        """The result on a device, from preparing the weight on. There, memory that nobody wrote is NaN."""
+        kernel = KERNELS[self.kernel]
+        q = self.weight
+        q = QuantizedTensor(
+            q.format,
+            q.codes.to(device),
+            q.scales.to(device),
+            _moved(q.zero_points, device),
+            _moved(q.outer_scales, device),
+        )
+        problem = LinearProblem(self.scheme, *q.shape, device, self.x.dtype)
+        prepared = kernel.prepare(q, problem, _moved(self.input_scale, device))
+        return kernel.run(self.x.to(device), prepared, _moved(self.bias, device)).cpu()
+
+
+def assert_right(case: Case, y: torch.Tensor, loss: float | None = None) -> None:
+    """``y`` is the layer's result in the dtype of its inputs, by the float64 reference."""
+    want = reference_linear(
+        case.x, case.weight, case.scheme.activations, input_scale=case.input_scale, bias=case.bias
+    )
+    assert (y.dtype, y.shape) == (case.x.dtype, want.shape), case.label
+    if loss is None:
+        loss = LOSS[case.scheme.activations.element if case.scheme.activations else None]
+    bound = magnitude(case.x, exact_weight(case.weight)) * loss + want.abs() * UNIT[y.dtype] * 1.05
+    wrong = ~((y.double() - want).abs() <= bound + 2 * torch.finfo(y.dtype).tiny)
+    assert not wrong.any(), f"{case.label}: {int(wrong.sum())} of {wrong.numel()} values, {y[wrong][:4]}"
+
+
+def schemes() -> list[tuple[str, Scheme, int]]:
+    """Kernel, scheme, and a multiple that the number of inputs must be of."""
+    found = []
+    for size in (None, 32, 64, 128, 256):
+        for symmetric in (True, False)[: 1 if size == 256 else 2]:
+            weights = int4(size, symmetric)
+            found.append(("triton-w4a16", Scheme("w4a16", weights), size or 1))
+            found.append(("triton-w4a8", Scheme("w4a8", weights, FP8), size or 1))
+            found.append(("triton-w4a8", Scheme("w4a8", weights, INT8), size or 1))
+        if size:
+            two_levels = settled("w4a8-int8")
+            weights = two_levels.weights.with_group_size(size)
+            found.append(("triton-w4a8", replace(two_levels, weights=weights), size))
+    found.append(("triton-w4a8", Scheme("w4a8-static", int4(128), STATIC_FP8), 128))
+    found.append(("triton-w4a8", Scheme("w4a8-static", int4(128), STATIC_INT8), 128))
+    for scale in ("f16", "f32"):
+        found.append(("triton-w4a16", Scheme("w4a16", int4(64, scale=scale)), 64))
+        found.append(("triton-w4a8", Scheme("w4a8", int4(128, False, scale=scale), FP8), 128))
+        found.append(("triton-fp8", settled("fp8", scale), 1))
+        found.append(("triton-int8", settled("w8a8-int8", scale), 1))
+    found += [("triton-int8", settled(name), 1) for name in ("w8a16", "w8a8-int8")]
+    found += [("triton-fp8", settled(name), 1) for name in ("fp8", "fp8_per_tensor")]
+    found.append(("triton-fp8", settled("fp8_per_block"), 128))
+    tensor = TensorFormat("e4m3", "tensor", scale="bf16")
+    found.append(("triton-fp8", Scheme("fp8-static", tensor, STATIC_FP8), 1))
+    found.append(("triton-int8", replace(settled("w8a8-int8"), activations=STATIC_INT8), 1))
+    return found
+
+
+def int4(size: int | None, symmetric: bool = True, scale: str = "bf16") -> TensorFormat:
+    """INT4 in groups, or in channels without a size."""
+    granularity = "group" if size else "channel"
+    return TensorFormat("int4", granularity, size, symmetric=symmetric, scale=scale)
+
+
+def case_of(
+    kernel: str, scheme: Scheme, shape: Sequence[int], dtype: torch.dtype, *, bias: bool = True, seed: int = 0
+) -> Case:
+    """A case with random numbers. shape: M, N, K."""
+    tokens, rows, columns = shape
+    q = random_weight(scheme, rows, columns, seed)
+    x = random_inputs(tokens, columns, dtype, seed + 1)
+    if dtype == torch.float16:
+        x /= 64  # the huge channel would leave its range
+    static = scheme.activations is not None and not scheme.activations.dynamic
+    return Case(
+        kernel,
+        scheme,
+        q,
+        x,
+        torch.linspace(-1, 1, rows).to(dtype) if bias else None,
+        torch.tensor([0.3]) if static else None,
+    )
+
+
+def hostile_weight(scheme: Scheme, rows: int, columns: int, seed: int = 0) -> QuantizedTensor:
+    """Every code there is, and scales from 1e-30 and 0 to 1e4, next to each other."""
+    fmt = scheme.weights
+    generator = torch.Generator().manual_seed(seed)
+    if fmt.outer is not None:
+        return random_weight(scheme, rows, columns, seed)
+    if fmt.is_integer:
+        codes = torch.randint(fmt.qmin, fmt.qmax + 1, (rows, columns), generator=generator).to(torch.int8)
+        codes[rows // 2] = fmt.qmin
+    else:
+        numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        finite = numbers.view(torch.uint8)[~numbers.float().isnan()]
+        codes = finite[torch.randint(len(finite), (rows, columns), generator=generator)]
+        codes = codes.view(torch.float8_e4m3fn)
+    shape = fmt.scale_shape((rows, columns))
+    palette = torch.tensor([1e4, 1e-4, 1.0, 1e-30, 0.0, 0.02])
+    scales = palette[torch.randint(len(palette), shape, generator=generator)]
+    zeros = None
+    if not fmt.symmetric:
+        zeros = torch.randint(fmt.qmin, fmt.qmax + 1, shape, generator=generator).to(torch.int8)
+    return QuantizedTensor(fmt, codes, scales.to(FLOAT_SCALE_DTYPES[fmt.scale]), zeros)
+
+
+def _moved(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)

@@ -1,0 +1,55 @@
+"""Two ways to run the row ops: on the CPU in Triton's interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# An op of torch.ops.halfbyte, and its arguments.
+Call = tuple[str, tuple[Any, ...]]
+Results = list[tuple[torch.Tensor, ...]]
+Runner = Callable[[Sequence[Call]], Results]
+
+
+def interpreted(calls: Sequence[Call]) -> Results:
+    """All calls in a process of its own: Triton decides when it is imported how kernels run."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder) / "calls", Path(folder) / "results"
+        torch.save(list(calls), asked)
+        subprocess.run(
+            [sys.executable, "-m", "tests.kernels.triton.interpreter", str(asked), str(answered)],
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            check=True,
+        )
+        return torch.load(answered)
+
+
+def on_gpu(calls: Sequence[Call]) -> Results:
+    """One after the other, on memory that holds NaN where an op writes nothing."""
+    results = []
+    for name, arguments in calls:
+        moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
+        poison(moved[0].numel())
+        results.append(tuple(out.cpu() for out in run(name, *moved)))
+    return results
+
+
+def run(name: str, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    """The outputs of an op as a tuple, though there be one."""
+    outputs = getattr(torch.ops.halfbyte, name)(*arguments)
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def poison(values: int) -> None:
+    """Leave NaN (in every dtype that has one) in the memory that the allocator hands out next."""
+    sizes = [size for power in range(3, 26) if (size := 1 << power) <= 16 * max(values, 1)]
+    blocks = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in sizes]
+    blocks.clear()

@@ -1,0 +1,140 @@
+"""What the row kernels become on GPUs: compiled here, without one, for the launches that the ops make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import halfbyte.kernels.triton.activations as activations
+import halfbyte.kernels.triton.norms as norms
+from tests.kernels.compile_triton import Compiled, compile_for
+from tests.kernels.triton.runners import Call, run
+
+KERNELS = ((activations, "quantize_kernel"), (activations, "gated_kernel"), (norms, "norm_kernel"))
+FP8 = (89, 90)
+ALL = (80, *FP8)
+WIDTHS = (64, 128, 576, 4096, 8192)
+
+
+def calls(columns: int, dtype: torch.dtype, group: int = 128) -> Iterator[tuple[Call, tuple[int, ...]]]:
+    """Every op on rows of that length, and the compute capabilities that it is for."""
+    x, weight = torch.zeros(2, columns, dtype=dtype), torch.ones(columns, dtype=dtype)
+    yield ("quantize_int8_per_token", (x,)), ALL
+    yield ("rms_norm", (x, weight, 1e-5)), ALL
+    yield ("add_rms_norm", (x, x, weight, 1e-5)), ALL
+    yield ("quantize_fp8_per_token", (x, group)), FP8
+    yield ("rms_norm_quantize_fp8", (x, weight, 1e-5, group)), FP8
+    yield ("add_rms_norm_quantize_fp8", (x, x, weight, 1e-5, group)), FP8
+    for activation in ("silu", "gelu_tanh"):
+        yield (f"{activation}_and_mul", (x, x)), ALL
+        yield (f"{activation}_and_mul_quantize_fp8", (x, x, group)), FP8
+
+
+class Launch:
+    """Stands in for a kernel, and keeps what it is launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.arguments: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Launch:
+        return self
+
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        names = [parameter.name for parameter in self.kernel.params]
+        self.options = {name: value for name, value in named.items() if name not in names}
+        self.arguments = {**dict(zip(names, arguments, strict=False)), **named}
+        self.arguments = {name: self.arguments[name] for name in names}
+
+    def compiled(self, capability: int) -> Compiled:
+        arguments = {
+            name: value.dtype if isinstance(value, torch.Tensor) else value
+            for name, value in self.arguments.items()
+        }
+        overlap = capability >= 90
+        options = {**self.options, "launch_pdl": overlap}
+        return compile_for(self.kernel, capability, {**arguments, "PDL": overlap}, **options)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gives the launch that a call makes."""
+    monkeypatch.setattr("triton.knobs.runtime.interpret", True)  # the CPU will do
+    launches = []
+    for module, name in KERNELS:
+        launch = Launch(getattr(module, name))
+        launches.append(launch)
+        monkeypatch.setattr(module, name, launch)
+
+    def launched_by(call: Call) -> Launch:
+        for launch in launches:
+            launch.arguments = {}
+        name, arguments = call
+        run(name, *arguments)
+        (used,) = (launch for launch in launches if launch.arguments)
+        return used
+
+    return launched_by
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_nothing_spills(launched: Any, dtype: torch.dtype) -> None:
+    for columns in WIDTHS if dtype == torch.bfloat16 else (4096,):
+        for call, capabilities in calls(columns, dtype):
+            for capability in capabilities:
+                assert launched(call).compiled(capability).spills == 0, (call[0], columns, capability)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_long_rows_do_not_spill_either(launched: Any, dtype: torch.dtype) -> None:
+    for columns in (14336, 16384, 32768, 53248):
+        for call, _ in calls(columns, dtype):
+            if columns <= 16384 or "norm" not in call[0]:
+                assert launched(call).compiled(90).spills == 0, (call[0], columns)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_threads_keep_neighbouring_values_in_16_bytes(launched: Any, group: int) -> None:
+    for call, _ in calls(4096, torch.bfloat16, group):
+        asm = launched(call).compiled(90).asm
+        loads = re.findall(r"ld\.global\S*", asm["ptx"])
+        assert set(loads) == {"ld.global.v4.b32"}, call[0]
+        assert "convert_layout" not in asm["ttgir"], call[0]
+        if call[0] not in ("silu_and_mul", "gelu_tanh_and_mul"):
+            eights = (group if "fp8" in call[0] else 128) // 8
+            layout = f"sizePerThread = [1, 1, 8], threadsPerWarp = [{eights}, {32 // eights}, 1]"
+            assert layout in asm["ttgir"], call[0]
+
+
+def test_memory_waits_for_the_kernel_in_front(launched: Any) -> None:
+    # All but the weights of a norm, which no kernel writes.
+    for call, _ in calls(4096, torch.bfloat16):
+        before, after = launched(call).compiled(90).asm["ptx"].split("griddepcontrol.wait")
+        assert "griddepcontrol.launch_dependents" in before
+        assert "st.global" not in before
+        inputs = sum(isinstance(each, torch.Tensor) and each.dim() == 2 for each in call[1])
+        weights = after.count("ld.global") // inputs if "norm" in call[0] else 0
+        assert before.count("ld.global") == weights, call[0]
+
+
+def test_other_gpus_are_not_asked_to_overlap(launched: Any) -> None:
+    for call, capabilities in calls(576, torch.bfloat16):
+        assert "griddepcontrol" not in launched(call).compiled(capabilities[0]).asm["ptx"]
+
+
+def test_row_counts_compile_nothing_new() -> None:
+    for module, name in KERNELS:
+        for parameter in getattr(module, name).params:
+            if parameter.name in ("rows", "sums_stride"):
+                assert parameter.do_not_specialize
+
+
+def test_torch_agrees_with_the_schemas(launched: Any) -> None:
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for (name, arguments), _ in calls(576, torch.bfloat16):
+        torch.library.opcheck(getattr(torch.ops.halfbyte, name).default, arguments, test_utils=checks)
