@@ -155,13 +155,14 @@ def kernels(
 def tune(
     shapes: Annotated[str | None, typer.Option(help="Comma-separated NxK of weights.")] = None,
     ms: Annotated[str | None, typer.Option(help="Comma-separated numbers of input rows M.")] = None,
+    op: Annotated[str, typer.Option(help="w4a8_linear or w4a16_linear.")] = "w4a8_linear",
     passes: Annotated[
         int, typer.Option(help="Timings of each configuration; the fastest counts.", min=1)
     ] = 1,
     out: Output = None,
     json_output: Json = False,
 ) -> None:
-    """Configurations of the Hopper W4A8 kernel side by side: what its table is made from.
+    """Configurations of a Hopper kernel side by side: what its table is made from.
 
     Example: halfbyte bench tune --shapes 8192x8192 --ms 1,64 -o tune.json
     """
@@ -170,13 +171,16 @@ def tune(
 
     from halfbyte.bench.kernels.request import ROWS, SHAPES
     from halfbyte.bench.kernels.run import gpu
+    from halfbyte.bench.kernels.tune import subjects
     from halfbyte.bench.kernels.tune import tune as measure
     from halfbyte.bench.record import record
 
+    if op not in (known := subjects()):
+        raise HalfbyteError(f"--op {op}; accepted: {', '.join(known)}")
     cases = (wanted_shapes or SHAPES, wanted_rows or ROWS)
     rows: list[dict[str, Any]] = []
     with console.progress("tune", len(cases[0]) * len(cases[1]), "cases") as advance:
-        for case in measure(*cases, passes, gpu()):
+        for case in measure(op, *cases, passes, gpu()):
             rows += case
             if out is not None:
                 _write(out, json.dumps(record(rows, _command()), indent=1) + "\n")

@@ -1,9 +1,9 @@
-"""Which configuration of the Hopper kernel is fastest for a shape: what its table is made of."""
+"""Which configuration of a Hopper kernel is fastest for a shape: what its table is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -14,50 +14,71 @@ from halfbyte.bench.kernels.operands import Operands, Shape
 from halfbyte.bench.kernels.ours import scheme_of
 from halfbyte.bench.kernels.timing import Replay, rotation
 from halfbyte.errors import HalfbyteError
-from halfbyte.kernels.hopper.w4a8_config import MULTIPROCESSORS, W4A8Config, choose_config, fitted
-from halfbyte.kernels.hopper_w4a8 import HopperW4A8
-from halfbyte.kernels.problem import LinearProblem
-from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs
+from halfbyte.kernels.hopper import w4a8_config, w4a16_config
+from halfbyte.kernels.hopper.blocks import BlockFormat
+from halfbyte.kernels.hopper.config import MULTIPROCESSORS, TileConfig, fitted
+from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
+from halfbyte.kernels.problem import LinearProblem, Prepared
 
 _MOST_ERROR = 3e-3
-_FEW = 64
 _GROUP = 128
 
+Run = Callable[[TileConfig, BlockFormat, torch.Tensor, torch.Tensor], None]
+"""Runs a configuration on a packed weight, into an output."""
 
-def candidates(tokens: int, features: int) -> list[W4A8Config]:
+
+@dataclass(frozen=True)
+class Subject:
+    """A kernel to tune. config: its class of configurations. choose: its table. bind: the kernel on given inputs."""
+
+    kernel: HopperW4A8 | HopperW4A16
+    scheme: str
+    config: Callable[..., TileConfig]
+    choose: Callable[[int, int, int, BlockFormat], TileConfig]
+    bind: Callable[[torch.Tensor, Prepared], Run]
+
+
+def subjects() -> dict[str, Subject]:
+    """By op."""
+    return {
+        "w4a8_linear": Subject(
+            HopperW4A8(), "w4a8", w4a8_config.W4A8Config, w4a8_config.choose_config, _bind_w4a8
+        ),
+        "w4a16_linear": Subject(
+            HopperW4A16(), "w4a16", w4a16_config.W4A16Config, w4a16_config.choose_config, _bind_w4a16
+        ),
+    }
+
+
+def candidates(config: Callable[..., TileConfig], tokens: int, features: int) -> list[TileConfig]:
     """Configurations worth timing for so many tokens: those whose blocks fill the GPU but do not queue for it."""
     found = []
-    for config in _shapes(tokens):
-        blocks = config.blocks(tokens, features)
+    for one in _tiles(config, tokens):
+        blocks = one.blocks(tokens, features)
         enough = blocks * 2 > MULTIPROCESSORS
-        queued = config.split > 1 and blocks > MULTIPROCESSORS * config.blocks_per_sm * 1.1
+        queued = one.split > 1 and blocks > MULTIPROCESSORS * one.blocks_per_sm * 1.1
         if enough and not queued:
-            found.append(config)
+            found.append(one)
     return found
 
 
-def _shapes(tokens: int) -> Iterator[W4A8Config]:
+def _tiles(config: Callable[..., TileConfig], tokens: int) -> Iterator[TileConfig]:
     if tokens <= 32:
         tile = max(8, 1 << (tokens - 1).bit_length())
-        for rows, blocks, stages in (
-            (64, 4, 8),
-            (64, 3, 10),
-            (64, 2, 14),
-            (128, 2, 8),
-            (128, 2, 6),
-            (128, 1, 14),
-        ):
+        for rows, blocks, stages in ((64, 4, 8), (64, 3, 10), (128, 2, 8), (128, 2, 6), (128, 1, 14)):
             for split in (1, 2, 4, 8):
-                yield W4A8Config(tile, rows, split, 1, stages, blocks)
+                yield config(tile, rows, split, 1, stages, blocks)
         return
-    for tile in (64, 128, 192) if tokens > _FEW else (64,):
-        for split in (1, 2, 4) if tokens <= 512 else (1,):
+    tiles = ((64, 128), (64, 192), (64, 256), (96, 192), (128, 128), (192, 128))
+    for tile, rows in tiles[: 3 if tokens <= 64 else None]:
+        for split in (1, 2, 4, 8) if tokens <= 256 else (1, 2) if tokens <= 512 else (1,):
             for share in (1, 2):
-                yield W4A8Config(tile, 128, split, share, 8)
+                if split * share <= 8:
+                    yield config(tile, rows, split, share, 8)
 
 
 def tune(
-    shapes: Sequence[Shape], rows: Sequence[int], passes: int, device: torch.device
+    op: str, shapes: Sequence[Shape], rows: Sequence[int], passes: int, device: torch.device
 ) -> Iterator[list[dict[str, Any]]]:
     """For each shape and number of tokens a row ``{op, kernel, N, K, M, config, us, rel_err, chosen}`` for each
     candidate, the fastest first.
@@ -65,49 +86,49 @@ def tune(
     chosen: whether the table has this configuration for the case now.
     Errors: a GPU that the kernel does not run on; a configuration that computes something else.
     """
-    kernel, scheme = HopperW4A8(), scheme_of("w4a8", _GROUP)
+    subject = subjects()[op]
+    scheme = scheme_of(subject.scheme, _GROUP)
     for shape in shapes:
         problem = LinearProblem(scheme, *shape, device, torch.bfloat16)
-        able, reason = kernel.can_implement(problem)
+        able, reason = subject.kernel.can_implement(problem)
         if not able:
-            raise HalfbyteError(f"{kernel.name} cannot be tuned for {shape[0]}x{shape[1]}: {reason}")
+            raise HalfbyteError(f"{subject.kernel.name} cannot be tuned for {shape[0]}x{shape[1]}: {reason}")
         operands = Operands(shape, max(rows), device)
-        prepared = kernel.prepare(operands.quantized(scheme.weights), problem)
+        prepared = subject.kernel.prepare(operands.quantized(scheme.weights), problem)
         packed = prepared.tensors["weight"]
         copies = [packed, *(packed.clone() for _ in range(rotation(packed.nbytes, operands.cache) - 1))]
         for tokens in rows:
-            inputs = kernel.quantize(operands.x[:tokens], prepared)
-            yield _of_case(kernel.name, problem, operands, inputs, copies, passes)
+            yield _of_case(op, subject, prepared, operands, tokens, copies, passes)
 
 
 def _of_case(
-    name: str,
-    problem: LinearProblem,
+    op: str,
+    subject: Subject,
+    prepared: Prepared,
     operands: Operands,
-    inputs: QuantizedInputs,
+    tokens: int,
     copies: Sequence[torch.Tensor],
     passes: int,
 ) -> list[dict[str, Any]]:
-    from halfbyte.kernels.hopper.w4a8 import run_w4a8
-
-    tokens, features, size = len(inputs.codes), problem.out_features, copies[0].shape[2]
-    chosen = choose_config(tokens, features, problem.in_features, _GROUP, size)
+    problem, fmt = prepared.problem, subject.kernel.block_format(prepared)
+    x = operands.x[:tokens]
+    run = subject.bind(x, prepared)
+    chosen = subject.choose(tokens, problem.out_features, problem.in_features, fmt)
     weight = operands.quantized(problem.scheme.weights)
     rows = []
-    for config in dict.fromkeys(fitted(c, _GROUP, size) for c in (chosen, *candidates(tokens, features))):
-        out = torch.full((tokens, features), torch.nan, device=problem.device, dtype=problem.dtype)
-        run = partial(run_w4a8, config, *inputs)
-        kind = (None, out, _GROUP, torch.bfloat16, False)
-        run(copies[0], *kind)
-        error = relative_error(out, operands.x[:tokens], weight, FP8_TOKEN)
+    others = candidates(subject.config, tokens, problem.out_features)
+    for config in dict.fromkeys(fitted(c, fmt) for c in (chosen, *others)):
+        out = x.new_full((tokens, problem.out_features), torch.nan)
+        run(config, fmt, copies[0], out)
+        error = relative_error(out, x, weight, problem.scheme.activations)
         if error > _MOST_ERROR:
             raise HalfbyteError(f"{config} is wrong for M = {tokens}: relative error {error:.1e}")
-        replay = Replay([partial(run, copy, *kind) for copy in copies], soak=tokens > 256)
+        replay = Replay([partial(run, config, fmt, copy, out) for copy in copies], soak=tokens > 256)
         rows.append(
             {
-                "op": "w4a8_linear",
-                "kernel": name,
-                "N": features,
+                "op": op,
+                "kernel": subject.kernel.name,
+                "N": problem.out_features,
                 "K": problem.in_features,
                 "M": tokens,
                 "config": asdict(config),
@@ -117,3 +138,25 @@ def _of_case(
             }
         )
     return sorted(rows, key=lambda row: row["us"])
+
+
+def _bind_w4a8(x: torch.Tensor, prepared: Prepared) -> Run:
+    from halfbyte.kernels.hopper.w4a8 import run_w4a8
+
+    inputs = HopperW4A8().quantize(x, prepared)
+
+    def run(config: TileConfig, fmt: BlockFormat, weight: torch.Tensor, out: torch.Tensor) -> None:
+        assert isinstance(config, w4a8_config.W4A8Config)
+        run_w4a8(config, fmt, *inputs, weight, None, out)
+
+    return run
+
+
+def _bind_w4a16(x: torch.Tensor, prepared: Prepared) -> Run:
+    from halfbyte.kernels.hopper.w4a16 import run_w4a16
+
+    def run(config: TileConfig, fmt: BlockFormat, weight: torch.Tensor, out: torch.Tensor) -> None:
+        assert isinstance(config, w4a16_config.W4A16Config)
+        run_w4a16(config, fmt, x, weight, None, out)
+
+    return run

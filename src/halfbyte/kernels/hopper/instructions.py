@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-_SUFFIX = {
-    "e4m3": "m64n{n}k32.f32.e4m3.e4m3",
-    "bf16": "m64n{n}k16.f32.bf16.bf16",
-    "f16": "m64n{n}k16.f32.f16.f16",
+_KINDS = {
+    "e4m3": ("k32.f32.e4m3.e4m3", "1, 1"),
+    "bf16": ("k16.f32.bf16.bf16", "1, 1, 0"),
+    "f16": ("k16.f32.f16.f16", "1, 1, 0"),
 }
+# The upper half of a descriptor of 8 rows x 128 bytes in the 128-byte swizzle (PTX ISA, matrix descriptor).
+_SWIZZLED = "0x40000040"
 
 
-def warpgroup_mma(columns: int, operands: str, name: str = "mma") -> str:
+def warpgroup_mma(columns: int, operands: str, name: str, swizzled: bool) -> str:
     """A function ``name(sum, a, b, accumulate)``: ``sum (+)= a @ b`` for 64 rows, ``columns`` columns, 32 bytes of K.
 
-    a: four registers a thread (PTX ISA, wgmma, register fragment of A). b: descriptor of a K-major tile.
+    a: four registers a thread (PTX ISA, wgmma, register fragment of A). b: descriptor of a K-major tile; swizzled:
+    its lower half, the upper one being always the same.
     """
-    instruction = "wgmma.mma_async.sync.aligned." + _SUFFIX[operands].format(n=columns)
+    shape, modifiers = _KINDS[operands]
     count = columns // 2
-    listed = ", ".join(f"%{i}" for i in range(count))
+    sums = ", ".join(f"%{i}" for i in range(count))
     a = ", ".join(f"%{count + i}" for i in range(4))
     outputs = ", ".join(f'"+f"(sum[{i}])' for i in range(count))
-    signs = "1, 1" if operands == "e4m3" else "1, 1, 0"
+    declared, b = "", f"%{count + 4}"
+    if swizzled:
+        declared, b = f".reg .b64 b;\\nmov.b64 b, {{{b}, {_SWIZZLED}}};\\n", "b"
+    kind, constraint = ("u32", "r") if swizzled else ("u64", "l")
+    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     return f"""
-__device__ __forceinline__ void {name}(float (&sum)[{count}], const u32 (&a)[4], u64 b, bool accumulate) {{
+__device__ __forceinline__ void {name}(
+    float (&sum)[{count}], const u32 (&a)[4], {kind} b, bool accumulate) {{
     asm volatile(
-        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"
-        "{instruction} {{{listed}}}, {{{a}}}, %{count + 4}, p, {signs};\\n}}"
+        "{{\\n.reg .pred p;\\n{declared}setp.ne.b32 p, %{count + 5}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{columns}{shape} "
+        "{{{sums}}}, {{{a}}}, {b}, p, {modifiers};\\n}}"
         : {outputs}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+        : {inputs}, "{constraint}"(b), "r"(static_cast<int>(accumulate)));
 }}
 """

@@ -180,6 +180,8 @@ __device__ __forceinline__ u64 swizzled_tile(u32 address) {
     return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
+__device__ __forceinline__ u32 tile_low(u32 address) { return (address & 0x3FFFF) >> 4 | 1u << 16; }
+
 // A tile of 2-byte numbers without swizzle: 8 rows x 16 bytes lie together, the next 8 rows after them, the next 16
 // bytes of all rows `along_k` bytes on.
 __device__ __forceinline__ u64 plain_tile(u32 address, u32 along_k) {

@@ -1,0 +1,164 @@
+// INT4 weights x BF16 or FP16 activations, exact group scales: out[m, n] = sum_k x[m, k] w[n, k] (+ bias[n]).
+//
+// A code becomes an integer in the activations' own format, its zero point taken off, exactly (w4a16_codes.py). Each
+// group of inputs is multiplied unscaled into `sum`, then added times its scale to `total`.
+#include "linear.cuh"
+
+constexpr bool IS_BF16 = Out::FITS_BF16;
+constexpr u32 MAGIC = IS_BF16 ? 0x43004300 : 0x64006400;   // 128 or 1,024, twice: a nibble in its last bits adds itself
+constexpr u32 MIDDLE = IS_BF16 ? 0x43084308 : 0x64086408;  // that and 8, what an unsigned nibble has too much
+constexpr int BOX = TOKENS * 128;                           // 64 inputs
+
+struct Shared {
+    alignas(1024) u8 x[STAGES][2][BOX];
+    alignas(128) u8 weights[STAGES][WARPGROUPS][BLOCK_BYTES];
+    Staged staged;
+    Pipeline pipeline;
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts less");
+
+constexpr int PRODUCER_REGISTERS = 32;
+using Budget = Registers<PRODUCER_REGISTERS>;
+
+__device__ __forceinline__ u32 minus(u32 left, u32 right) {
+    u32 out;
+    if constexpr (IS_BF16)
+        asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(left), "r"(right));
+    else
+        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(left), "r"(right));
+    return out;
+}
+
+// Eight nibbles as the four registers of one step of 16 inputs: 0, 1: inputs 0 to 7 of rows r and r + 8; 2, 3: inputs 8
+// to 15. magic: MAGIC in a register; an instruction takes one immediate. zero: for rows r and r + 8.
+__device__ __forceinline__ void convert(u32 (&a)[4], u32 codes, u32 magic, const u32 (&zero)[2]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        u32 number;
+        asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(number) : "r"(codes >> 4 * i), "r"(magic));
+        a[i] = minus(number, zero[i % 2]);
+    }
+}
+
+// A warp: the activations.
+__device__ __forceinline__ void load_tokens(Shared& shared, const Problem& p, const Place& place, const TensorMap& x_map) {
+    prefetch_map(x_map);
+    wait_for_previous_kernel();
+    if constexpr (SHARE > 1) cluster_wait();
+    const Tiles tiles(p);
+    Phases phases;
+    for (int item = place.first_item; item < tiles.count(); item += place.item_step) {
+        int feature_tile, token_base;
+        tiles.at(item, feature_tile, token_base);
+        for (int k = place.k_begin, stage = 0; k < place.k_end; ++k) {
+            const u32 barrier = shared_address(&shared.pipeline.full[stage]);
+            barrier_wait(shared_address(&shared.pipeline.empty[stage]), phases.next(stage) ^ 1);
+            expect_once(barrier, 2 * BOX);
+#pragma unroll
+            for (int box = 0; box < 2; ++box)
+                load_box(shared_address(shared.x[stage][box]), x_map, k * 128 + box * 64, token_base, barrier, place);
+            if (++stage == STAGES) stage = 0;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
+    const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const Out* __restrict__ bias,
+    Out* __restrict__ out, const Problem p) {
+    extern __shared__ __align__(1024) u8 raw[];
+    Shared& shared = *reinterpret_cast<Shared*>(raw);
+    Pipeline& pipeline = shared.pipeline;
+    const int thread = threadIdx.x;
+    const Place place(p);
+
+    if (thread == 0) pipeline.init();
+    __syncthreads();
+    if constexpr (CLUSTER > 1) cluster_arrive();
+    let_next_kernel_start();
+
+    // Warps of one role stay together, so that the compiler can keep addresses in uniform registers.
+    const int role = __shfl_sync(0xffffffff, thread / 32, 0) - CONSUMERS / 32;
+    if (role >= 0) {
+        give_registers<PRODUCER_REGISTERS>();
+        u8 nothing[1][WARPGROUPS][1];
+        if (role == 0) load_weights<0>(pipeline, shared.weights, nothing, p, place, weights);
+        if (role == 1)
+            load_tokens(shared, p, place, x_map);
+        else if (SHARE > 1)
+            cluster_wait();
+        leave_together();
+        return;
+    }
+
+    take_registers<Budget::CONSUMER>();
+    const int lane = thread & 31, warpgroup = thread / 128;
+    const int row = thread / 32 % 4 * 16 + lane / 4;
+    const u32 magic = MAGIC + (static_cast<u32>(p.tokens) >> 31);
+    const u32 x_low = tile_low(shared_address(shared.x[0]));
+    wait_for_previous_kernel();
+    if constexpr (CLUSTER > 1) cluster_wait();
+
+    const Tiles tiles(p);
+    Phases phases;
+    for (int item = place.first_item; item < tiles.count(); item += place.item_step) {
+        int feature_tile, token_base;
+        tiles.at(item, feature_tile, token_base);
+        const int feature_base = (feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
+        float total[PARTS][PART_SUMS] = {};
+
+        auto unit = [&](int stage) {
+            barrier_wait(shared_address(&pipeline.full[stage]), phases.next(stage));
+            const u8* block = shared.weights[stage][warpgroup];
+            const uint4* words = reinterpret_cast<const uint4*>(block) + thread % 128;
+            const uint4 first = words[0], second = words[128];
+            const u32 codes[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+            const Scale* scales = reinterpret_cast<const Scale*>(block + 4096) + row;
+            const u16* zeros = reinterpret_cast<const u16*>(block + 4096 + SCALES_BYTES) + row;
+            const u32 x = x_low + stage * (2 * BOX / 16);
+            constexpr int PER_GROUP = 8 / GROUPS;
+            u32 a[8][4];
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) {
+                const float scale[2] = {scales[g * 64].value(), scales[g * 64 + 8].value()};
+                u32 zero[2] = {MIDDLE, MIDDLE};
+                if constexpr (ZERO_POINTS) {
+                    zero[0] = zeros[g * 64] * 0x10001u;
+                    zero[1] = zeros[g * 64 + 8] * 0x10001u;
+                }
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part) {
+                    float sum[PART_SUMS];
+#pragma unroll
+                    for (int i = 0; i < PER_GROUP; ++i) {
+                        const int step = g * PER_GROUP + i;
+                        if (part == 0) convert(a[step], codes[step], magic, zero);
+                        if (i % 4 == 0) mma_fence();
+                        mma(sum, a[step], x + step / 4 * (BOX / 16) + part * COLUMNS * 8 + step % 4 * 2, i > 0);
+                        if (i % 4 == 3) mma_commit();
+                    }
+                    if constexpr (PER_GROUP % 4 != 0) mma_commit();
+                    mma_wait<0>();
+#pragma unroll
+                    for (int j = 0; j < PART_SUMS; ++j) total[part][j] += scale[j / 2 % 2] * sum[j];
+                }
+            }
+            pipeline.leave(stage, place);
+        };
+        int left = place.k_end - place.k_begin;
+        while (left > 0) {
+#pragma unroll
+            for (int stage = 0; stage < STAGES; ++stage)
+                if (left-- > 0) unit(stage);
+        }
+
+        named_barrier(1, CONSUMERS);  // the tile before this one has left the staging buffer
+        store_tile(
+            pipeline, shared.staged, p, place, feature_base, token_base,
+            [&](int j) { return total[j / PART_SUMS][j % PART_SUMS]; },
+            [&](float value, int, int n) {
+                return Out::of(value + (bias && n < p.features ? bias[n].value() : 0.0f));
+            },
+            out);
+    }
+    leave_together();
+}

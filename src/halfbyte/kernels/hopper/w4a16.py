@@ -1,0 +1,89 @@
+"""``halfbyte::w4a16_linear``: INT4 weights x BF16 or FP16 activations on Hopper, group scales exact."""
+
+from __future__ import annotations
+
+import torch
+
+from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
+from halfbyte.kernels.hopper.compiler import Source
+from halfbyte.kernels.hopper.driver import pointer, tensor_map
+from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Problem, is_packed, launch, require
+from halfbyte.kernels.hopper.w4a16_config import W4A16Config, choose_config
+
+
+def block_format(group_size: int, scale: torch.dtype, zero_points: bool, dtype: torch.dtype) -> BlockFormat:
+    """Blocks of :mod:`w4a16_codes` for activations of ``dtype``."""
+    return BlockFormat(group_size, scale, dtype if zero_points else None)
+
+
+@torch.library.custom_op("halfbyte::w4a16_linear", mutates_args=(), device_types="cuda")
+def w4a16_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    group_size: int,
+    scale_dtype: torch.dtype,
+    zero_points: bool,
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` as ``[M, out_features]`` in the dtype of ``x``, bfloat16 or float16.
+
+    x: ``[M, K]``, contiguous. weight: blocks with ``w4a16_codes``, groups of ``group_size`` inputs (32, 64, 128; a
+    scale per channel is repeated), scales in ``scale_dtype`` and zero points or none. bias: in the dtype of ``x``.
+    """
+    out = x.new_empty((x.shape[0], out_features))
+    if x.shape[0]:
+        fmt = block_format(group_size, scale_dtype, zero_points, x.dtype)
+        config = choose_config(x.shape[0], out_features, x.shape[1], fmt)
+        run_w4a16(config, fmt, x, weight, bias, out)
+    return out
+
+
+@w4a16_linear.register_fake
+def _(x, weight, bias, out_features, group_size, scale_dtype, zero_points):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[0], out_features))
+
+
+def run_w4a16(
+    config: W4A16Config,
+    fmt: BlockFormat,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """:func:`w4a16_linear` cut as ``config`` says, into ``out``. Errors: operands of another dtype or layout."""
+    tokens, inputs = x.shape
+    require(
+        "w4a16_linear",
+        (x.dtype in OUTPUTS and x.is_contiguous(), "x must be contiguous bfloat16 or float16", x),
+        (inputs % 8 == 0, "x must have a multiple of 8 columns", x),
+        (is_packed(weight, x, out, fmt), f"weight must be packed for {out.shape[1]} x {inputs}", weight),
+        (
+            out.dtype == x.dtype and out.shape[1] % 8 == 0,
+            "out must be of the dtype of x with a multiple of 8 columns",
+            out,
+        ),
+    )
+    box = config.tokens // config.share
+    x_map = tensor_map(x.data_ptr(), "bf16", tokens, inputs, inputs * 2, box, INPUTS // 2, True)
+    others = (pointer(tensor) for tensor in (weight, bias, out))
+    launch(
+        w4a16_source(config, fmt, out.dtype),
+        config,
+        fmt,
+        out,
+        [x_map, *others, Problem.of(x, weight, out, fmt)],
+    )
+
+
+def w4a16_source(config: W4A16Config, fmt: BlockFormat, dtype: torch.dtype) -> Source:
+    """The kernel for one configuration and kind of weight."""
+    defines = {
+        **config.defines(fmt),
+        "COLUMNS": config.columns,
+        "Scale": NAMES[fmt.scale],
+        "Out": NAMES[dtype],
+    }
+    kind = "bf16" if dtype == torch.bfloat16 else "f16"
+    return Source.of("w4a16.cu", "w4a16", defines, (config.columns, kind, "mma", True))

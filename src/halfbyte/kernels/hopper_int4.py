@@ -1,0 +1,196 @@
+"""INT4 weights on Hopper GPUs: exact group scales, symmetric or with zero points, any number of tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import torch
+
+from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.formats.scales import FLOAT_SCALE_DTYPES
+from halfbyte.kernels.fused import quantize
+from halfbyte.kernels.hopper import w4a8_codes, w4a16_codes
+from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat, pack_blocks, unpack_blocks
+from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
+from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group
+from halfbyte.kernels.triton.linear_conditions import gpu_conditions, has_known_groups, is_int4, name_of
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class _HopperInt4(ABC):
+    """What the kernels share. A scale for a whole channel, or for more than 128 inputs, is repeated for every 128."""
+
+    name: str
+
+    @abstractmethod
+    def _takes_activations(self, problem: LinearProblem) -> tuple[bool, str]:
+        """Whether the scheme's activations are the kernel's, and what those are."""
+
+    @abstractmethod
+    def _zeros_dtype(self, problem: LinearProblem) -> torch.dtype:
+        """Of zero points in a block."""
+
+    @abstractmethod
+    def _pack(self, fmt: BlockFormat, q: QuantizedTensor) -> torch.Tensor:
+        """q: one scale and zero point for each of the kernel's groups."""
+
+    @abstractmethod
+    def _unpack(
+        self, fmt: BlockFormat, weight: torch.Tensor, shape: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Codes, scales and zero points."""
+
+    def can_implement(self, problem: LinearProblem) -> tuple[bool, str]:
+        return first_refusal(self._conditions(problem))
+
+    def _conditions(self, problem: LinearProblem) -> Iterator[tuple[bool, str]]:
+        weights = problem.scheme.weights
+        yield is_int4(weights), "weights must be INT4 with one level of floating-point scales"
+        yield has_known_groups(weights), "groups must be of 32, 64 or a multiple of 128 inputs"
+        yield self._takes_activations(problem)
+        yield problem.dtype in _HALVES, f"inputs must be bfloat16 or float16, not {name_of(problem.dtype)}"
+        yield (
+            problem.out_features % 16 == 0 and problem.in_features % 64 == 0,
+            f"the weight must be a multiple of 16 x 64, not {problem.out_features} x {problem.in_features}",
+        )
+        yield from gpu_conditions(problem, (9, 0))
+        yield (
+            torch.cuda.get_device_capability(problem.device) == (9, 0),
+            "is made of Hopper's own instructions (compute capability 9.0)",
+        )
+        yield _has_bindings(), "needs the package cuda-bindings, which torch for CUDA brings"
+
+    def prepare(
+        self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None
+    ) -> Prepared:
+        repeats, groups = _repeats(problem), -(-problem.in_features // sum_group(problem.scheme))
+
+        def repeated(values: torch.Tensor) -> torch.Tensor:
+            return values.repeat_interleave(repeats, 1)[:, :groups]
+
+        fmt = self._format(problem, q.zero_points is not None)
+        zeros = None if q.zero_points is None else repeated(q.zero_points)
+        weight = self._pack(fmt, QuantizedTensor(q.format, q.codes, repeated(q.scales), zeros))
+        # A layer's first blocks are read before the kernel ahead of it has ended, and that one may be the packing.
+        if weight.is_cuda:
+            torch.cuda.current_stream(weight.device).synchronize()
+        return Prepared(problem, {"weight": weight}, input_scale)
+
+    def restore(self, prepared: Prepared) -> QuantizedTensor:
+        problem, repeats = prepared.problem, _repeats(prepared.problem)
+        shape = (problem.out_features, problem.in_features)
+        codes, scales, zeros = self._unpack(self.block_format(prepared), prepared.tensors["weight"], shape)
+        return QuantizedTensor(
+            problem.scheme.weights,
+            codes,
+            scales[:, ::repeats].contiguous(),
+            None if zeros is None else zeros[:, ::repeats].contiguous(),
+        )
+
+    def block_format(self, prepared: Prepared) -> BlockFormat:
+        """What the prepared weight's blocks hold."""
+        with_zeros = self._format(prepared.problem, True)
+        if prepared.tensors["weight"].shape[2] == with_zeros.nbytes:
+            return with_zeros
+        return self._format(prepared.problem, False)
+
+    def _format(self, problem: LinearProblem, zero_points: bool) -> BlockFormat:
+        scale = FLOAT_SCALE_DTYPES[problem.scheme.weights.scale]
+        zeros = self._zeros_dtype(problem) if zero_points else None
+        return BlockFormat(sum_group(problem.scheme), scale, zeros)
+
+
+class HopperW4A8(_HopperInt4):
+    """E4M3 inputs with a dynamic scale per token, by ``hopper/sources/w4a8.cu``."""
+
+    name = "hopper-w4a8"
+
+    def _takes_activations(self, problem: LinearProblem) -> tuple[bool, str]:
+        return problem.scheme.activations == FP8_TOKEN, "inputs must be E4M3 with a dynamic scale per token"
+
+    def _zeros_dtype(self, problem: LinearProblem) -> torch.dtype:
+        return torch.float16
+
+    def _pack(self, fmt: BlockFormat, q: QuantizedTensor) -> torch.Tensor:
+        zeros = None if q.zero_points is None else w4a8_codes.pack_zeros(q.zero_points)
+        return pack_blocks(fmt, q.codes, w4a8_codes.pack_codes, q.scales, zeros)
+
+    def _unpack(
+        self, fmt: BlockFormat, weight: torch.Tensor, shape: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        codes, scales, zeros = unpack_blocks(fmt, weight, w4a8_codes.unpack_codes, shape)
+        return codes, scales, None if zeros is None else w4a8_codes.unpack_zeros(zeros)
+
+    def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self.run_quantized(self.quantize(x, prepared), prepared, bias)
+
+    def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
+        return quantize(x, sum_group(prepared.problem.scheme))
+
+    def run_quantized(
+        self, inputs: QuantizedInputs, prepared: Prepared, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        from halfbyte.kernels.hopper.w4a8 import w4a8_linear
+
+        problem, fmt = prepared.problem, self.block_format(prepared)
+        return w4a8_linear(
+            *inputs,
+            prepared.tensors["weight"],
+            bias,
+            problem.out_features,
+            fmt.group_size,
+            fmt.scale,
+            fmt.zeros is not None,
+            problem.dtype,
+        )
+
+
+class HopperW4A16(_HopperInt4):
+    """BF16 or FP16 inputs, by ``hopper/sources/w4a16.cu``."""
+
+    name = "hopper-w4a16"
+
+    def _takes_activations(self, problem: LinearProblem) -> tuple[bool, str]:
+        return problem.scheme.activations is None, "inputs must be plain"
+
+    def _zeros_dtype(self, problem: LinearProblem) -> torch.dtype:
+        return problem.dtype
+
+    def _pack(self, fmt: BlockFormat, q: QuantizedTensor) -> torch.Tensor:
+        zeros = None
+        if q.zero_points is not None and fmt.zeros is not None:
+            zeros = w4a16_codes.pack_zeros(q.zero_points, fmt.zeros)
+        return pack_blocks(fmt, q.codes, w4a16_codes.pack_codes, q.scales, zeros)
+
+    def _unpack(
+        self, fmt: BlockFormat, weight: torch.Tensor, shape: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        codes, scales, zeros = unpack_blocks(fmt, weight, w4a16_codes.unpack_codes, shape)
+        return codes, scales, None if zeros is None else w4a16_codes.unpack_zeros(zeros)
+
+    def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
+        from halfbyte.kernels.hopper.w4a16 import w4a16_linear
+
+        fmt = self.block_format(prepared)
+        return w4a16_linear(
+            x.contiguous(),
+            prepared.tensors["weight"],
+            bias,
+            prepared.problem.out_features,
+            fmt.group_size,
+            fmt.scale,
+            fmt.zeros is not None,
+        )
+
+
+def _repeats(problem: LinearProblem) -> int:
+    """For how many of the kernel's groups one of the weight's scales counts."""
+    size = problem.scheme.weights.group_size or -(-problem.in_features // INPUTS) * INPUTS
+    return max(size // INPUTS, 1)
+
+
+def _has_bindings() -> bool:
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None

@@ -1,0 +1,74 @@
+"""The kernels in use compile for sm_90a without a GPU, keep their numbers in registers and fit shared memory."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+if not (find_spec("triton") and find_spec("cuda")):  # pragma: no cover
+    pytest.skip("the GPU packages are not for this system", allow_module_level=True)
+
+from halfbyte.kernels.hopper import w4a8, w4a8_config, w4a16, w4a16_config
+from halfbyte.kernels.hopper.blocks import BlockFormat
+from halfbyte.kernels.hopper.compiler import machine_code
+from halfbyte.kernels.hopper.config import SHARED_BYTES, TileConfig
+from tests.kernels.hopper.cubin import spills
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OTHERS = ((64, BF16, False, BF16), (32, FP16, True, FP16), (128, FP32, True, BF16), (128, FP16, False, FP16))
+TABLES = {"w4a8": w4a8_config.choose_config, "w4a16": w4a16_config.choose_config}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize("config", w4a8_config.configurations(), ids=str)
+def test_no_w4a8_configuration_of_the_table_spills(config: w4a8_config.W4A8Config, tmp_path: Path) -> None:
+    source = w4a8.w4a8_source(config, w4a8.block_format(128, BF16, False), BF16)
+    assert spills(machine_code(source), tmp_path) == 0
+
+
+@pytest.mark.parametrize("config", w4a16_config.configurations(), ids=str)
+def test_no_w4a16_configuration_of_the_table_spills(config: w4a16_config.W4A16Config, tmp_path: Path) -> None:
+    source = w4a16.w4a16_source(config, w4a16.block_format(128, BF16, False, BF16), BF16)
+    assert spills(machine_code(source), tmp_path) == 0
+
+
+@pytest.mark.parametrize(("group", "scale", "zero_points", "out"), OTHERS)
+@pytest.mark.parametrize("tokens", [1, 16, 64, 1000])
+def test_other_weights_compile(
+    tokens: int, group: int, scale: torch.dtype, zero_points: bool, out: torch.dtype, tmp_path: Path
+) -> None:
+    fmt = w4a8.block_format(group, scale, zero_points)
+    source = w4a8.w4a8_source(w4a8_config.choose_config(tokens, 4096, 4096, fmt), fmt, out)
+    assert spills(machine_code(source), tmp_path) == 0
+    fmt = w4a16.block_format(group, scale, zero_points, out)
+    source = w4a16.w4a16_source(w4a16_config.choose_config(tokens, 4096, 4096, fmt), fmt, out)
+    assert spills(machine_code(source), tmp_path) == 0
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_shape_fits(name: str) -> None:
+    for tokens in (1, 9, 33, 65, 129, 257, 4096):
+        for features in (16, 6144, 8192, 57344):
+            for fmt in (BlockFormat(128, BF16), BlockFormat(32, FP32, BF16)):
+                config: TileConfig = TABLES[name](tokens, features, 28672, fmt)
+                taken = config.shared_bytes(fmt)
+                assert taken <= SHARED_BYTES
+                assert (taken + 1024) * config.blocks_per_sm <= 228 * 1024
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_tile_is_computed_once(name: str) -> None:
+    for tokens, features in ((1, 16), (64, 57344), (300, 656), (8192, 28672)):
+        config: TileConfig = TABLES[name](tokens, features, 4096, BlockFormat(128, BF16))
+        tiles = -(-features // (config.rows * config.share)) * -(-tokens // config.tokens)
+        clusters = config.blocks(tokens, features) // config.cluster
+        rounds = -(-tiles // clusters)
+        assert clusters * (rounds - 1) < tiles <= clusters * rounds
+        assert config.split == 1 or rounds == 1

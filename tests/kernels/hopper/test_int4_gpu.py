@@ -1,0 +1,209 @@
+"""INT4 kernels on a Hopper GPU against float64 on the same codes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfbyte.errors import HalfbyteError
+from halfbyte.formats.quantize import quantize
+from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
+from halfbyte.kernels.problem import LinearProblem, Prepared
+from halfbyte.kernels.quantized_inputs import QuantizedInputs
+from halfbyte.kernels.reference import exact_weight
+from halfbyte.schemes import PRESETS, Scheme
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+W4A8, W4A16 = HopperW4A8(), HopperW4A16()
+BOTH = pytest.mark.parametrize("kernel", [W4A8, W4A16], ids=lambda kernel: kernel.name)
+Kernel = HopperW4A8 | HopperW4A16
+TOKENS = (0, 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000)
+BF16 = torch.bfloat16
+
+
+def scheme(kernel: Kernel, group: int | None = 128, symmetric: bool = True, scale: str = "bf16") -> Scheme:
+    of = PRESETS["w4a8" if kernel is W4A8 else "w4a16"]
+    weights = replace(
+        of.weights,
+        granularity="group" if group else "channel",
+        group_size=group,
+        symmetric=symmetric,
+        scale=scale,
+    )
+    return replace(of, weights=weights)
+
+
+def layer(
+    kernel: Kernel, n: int, k: int, of: Scheme | None = None, dtype: torch.dtype = BF16, seed: int = 0
+) -> Prepared:
+    torch.manual_seed(seed)
+    of = of or scheme(kernel)
+    return prepared(kernel, quantize(torch.randn(n, k, device=GPU) * 0.05, of.weights), of, dtype)
+
+
+def prepared(kernel: Kernel, q: QuantizedTensor, of: Scheme, dtype: torch.dtype = BF16) -> Prepared:
+    return kernel.prepare(q, LinearProblem(of, q.shape[0], q.shape[1], GPU, dtype))
+
+
+def error(kernel: Kernel, x: torch.Tensor, weight: Prepared, bias: torch.Tensor | None = None) -> float:
+    """Relative to float64 on the codes that the kernel was given."""
+    exact = x.double()
+    if isinstance(kernel, HopperW4A8):
+        inputs = kernel.quantize(x, weight)
+        exact = inputs.codes.double() * inputs.scales.double()
+    poison = torch.full((x.shape[0], weight.problem.out_features), float("nan"), device=GPU, dtype=x.dtype)
+    del poison  # the allocator gives its memory to the output
+    found = kernel.run(x, weight, bias).double()
+    wanted = exact @ exact_weight(kernel.restore(weight)).T.to(GPU)
+    if bias is not None:
+        wanted = wanted + bias.double()
+    if x.shape[0] == 0:
+        assert found.shape == wanted.shape
+        return 0.0
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("n", "k"), [(256, 512), (4096, 4096), (1040, 1088), (16, 64), (8192, 1024), (20480, 256)]
+)
+def test_any_number_of_tokens(kernel: Kernel, n: int, k: int) -> None:
+    weight = layer(kernel, n, k, scheme(kernel, 64 if k % 128 else 128))
+    for tokens in TOKENS:
+        assert error(kernel, torch.randn(tokens, k, device=GPU, dtype=BF16), weight) < 3e-3, tokens
+
+
+@BOTH
+@pytest.mark.parametrize("group", [32, 64, 128, 256, None])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("scale", ["bf16", "f16", "f32"])
+def test_kinds_of_weights(kernel: Kernel, group: int | None, symmetric: bool, scale: str) -> None:
+    weight = layer(kernel, 656, 1536, scheme(kernel, group, symmetric, scale))
+    for tokens in (1, 16, 40, 200):
+        x = torch.randn(tokens, 1536, device=GPU, dtype=BF16) + 0.3
+        bias = torch.randn(656, device=GPU, dtype=BF16)
+        assert error(kernel, x, weight, bias) < 3e-3, tokens
+
+
+@BOTH
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_half_precision(kernel: Kernel, symmetric: bool) -> None:
+    weight = layer(kernel, 512, 1024, scheme(kernel, symmetric=symmetric), torch.float16)
+    for tokens in (3, 100):
+        x = torch.randn(tokens, 1024, device=GPU, dtype=torch.float16)
+        assert error(kernel, x, weight) < 1e-3
+
+
+@BOTH
+@pytest.mark.parametrize("tokens", [5, 64, 130])
+def test_scales_of_every_size(kernel: Kernel, tokens: int) -> None:
+    of = scheme(kernel, scale="f32")
+    q = quantize(torch.randn(256, 1024, device=GPU), of.weights)
+    q.scales[:, 0] = 1e-30
+    q.scales[:, 1] = 0
+    q.scales[::2, 2], q.scales[::2, 3] = 1e4, 1e-4
+    x = torch.randn(tokens, 1024, device=GPU, dtype=BF16)
+    assert error(kernel, x, prepared(kernel, q, of)) < 3e-3
+
+
+@BOTH
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300])
+def test_one_large_activation_per_row(kernel: Kernel, tokens: int) -> None:
+    x = torch.randn(tokens, 2048, device=GPU, dtype=BF16)
+    x[:, 77] = 448
+    assert error(kernel, x, layer(kernel, 512, 2048)) < 3e-3
+
+
+@BOTH
+@pytest.mark.parametrize("code", [-8, -1, 0, 7])
+def test_every_code_is_exact(kernel: Kernel, code: int) -> None:
+    of = scheme(kernel)
+    q = quantize(torch.randn(128, 256, device=GPU), of.weights)
+    q.codes.fill_(code)
+    q.scales.fill_(1)
+    weight = prepared(kernel, q, of)
+    for tokens in (4, 100):
+        x = torch.randint(-3, 4, (tokens, 256), device=GPU).to(BF16)
+        wanted = (x.double().sum(1, keepdim=True) * code).expand(-1, 128).to(BF16)
+        if isinstance(kernel, HopperW4A16):
+            assert torch.equal(kernel.run(x, weight), wanted)
+            continue
+        sums = torch.zeros(2, -(-tokens // 4) * 4, device=GPU)
+        sums[:, :tokens] = x.float().view(tokens, 2, 128).sum(-1).T
+        inputs = QuantizedInputs(x.to(torch.float8_e4m3fn), torch.ones(tokens, 1, device=GPU), sums)
+        assert torch.equal(kernel.run_quantized(inputs, weight), wanted)
+
+
+@BOTH
+@pytest.mark.parametrize("tokens", [8, 16, 64, 300])
+def test_nan_stays_in_its_row(kernel: Kernel, tokens: int) -> None:
+    weight = layer(kernel, 4096, 2048)
+    x = torch.randn(tokens, 2048, device=GPU, dtype=BF16)
+    clean = kernel.run(x, weight)
+    x[3, 5] = float("nan")
+    found = kernel.run(x, weight)
+    assert found[3].isnan().all()
+    others = [row for row in range(tokens) if row != 3]
+    assert torch.equal(found[others], clean[others])
+
+
+@BOTH
+@pytest.mark.parametrize("tokens", [1, 16, 64, 129, 500])
+@pytest.mark.parametrize(("n", "k"), [(4096, 14336), (8192, 8192)])
+def test_the_same_bits_twice_and_in_a_graph(kernel: Kernel, tokens: int, n: int, k: int) -> None:
+    weight = layer(kernel, n, k)
+    x = torch.randn(tokens, k, device=GPU, dtype=BF16)
+    first = kernel.run(x, weight)
+    assert torch.equal(kernel.run(x, weight), first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = x
+        for _ in range(3):  # kernels that start before the one ahead has ended
+            out = kernel.run(x, weight)
+    out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(out, first)
+
+
+@BOTH
+def test_compiles_with_torch(kernel: Kernel) -> None:
+    weight = layer(kernel, 256, 512)
+    packed = weight.tensors["weight"]
+    x = torch.randn(4, 512, device=GPU, dtype=BF16)
+
+    def w4a16(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.halfbyte.w4a16_linear(x, packed, None, 256, 128, BF16, False)
+
+    def w4a8(codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        return torch.ops.halfbyte.w4a8_linear(codes, scales, sums, packed, None, 256, 128, BF16, False, BF16)
+
+    run, inputs = (w4a8, W4A8.quantize(x, weight)) if kernel is W4A8 else (w4a16, (x,))
+    kernel.run(x, weight)  # imports the op
+    assert torch.equal(torch.compile(run, fullgraph=True)(*inputs), run(*inputs))
+
+
+@BOTH
+def test_packing_on_the_gpu_is_packing_on_the_cpu(kernel: Kernel) -> None:
+    of = scheme(kernel)
+    q = quantize(torch.randn(512, 1024), of.weights)
+    moved = QuantizedTensor(q.format, q.codes.to(GPU), q.scales.to(GPU))
+    weight = prepared(kernel, moved, of)
+    host = kernel.prepare(q, LinearProblem(of, 512, 1024, torch.device("cpu"), BF16))
+    assert torch.equal(weight.tensors["weight"].cpu(), host.tensors["weight"])
+    assert torch.equal(kernel.restore(weight).codes, moved.codes)
+
+
+def test_wrong_operands_are_one_line() -> None:
+    weight = layer(W4A8, 256, 512)
+    inputs = W4A8.quantize(torch.randn(4, 512, device=GPU, dtype=BF16), weight)
+    with pytest.raises(
+        HalfbyteError, match="x_scale must be contiguous float32 with one number for each of 4"
+    ):
+        W4A8.run_quantized(inputs._replace(scales=inputs.scales.half()), weight)
+    with pytest.raises(HalfbyteError, match="x must be contiguous bfloat16 or float16, not float32"):
+        W4A16.run(torch.randn(4, 512, device=GPU), layer(W4A16, 256, 512))
