@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte.kernels.hopper import w4a8_codes, w4a16_codes
+from halfbyte.kernels.hopper import w4a8_codes, w4a8_fp8_scales_codes, w4a16_codes
 from halfbyte.kernels.hopper.blocks import CODE_BYTES, BlockFormat, pack_blocks, unpack_blocks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @given(
-    module=st.sampled_from([w4a8_codes, w4a16_codes]),
+    module=st.sampled_from([w4a8_codes, w4a8_fp8_scales_codes, w4a16_codes]),
     rows=st.integers(1, 9).map(lambda n: 16 * n),
     columns=st.integers(1, 5).map(lambda n: 64 * n),
     group=st.sampled_from([32, 64, 128]),
@@ -81,6 +81,37 @@ def test_a_thread_finds_its_16_bit_fragment(dtype: torch.dtype, magic: int) -> N
                     bits = torch.tensor([pair >> 16 * e & 0xFFFF], dtype=torch.int32).to(torch.uint16)
                     row, column = 16 * w + 8 * (register % 2) + r, 16 * step + 8 * (register // 2) + 2 * q + e
                     assert (bits.view(dtype) - middle).item() == codes[row, column].item()
+
+
+def test_a_thread_finds_its_multiples() -> None:
+    """A nibble and a row's table of multiples give the rounded product that is wanted."""
+    codes = torch.randint(-8, 8, (64, 128), dtype=torch.int8)
+    scales = (torch.rand(64, 1) * 0.1 + 1e-3).to(BF16)
+    packed = w4a8_fp8_scales_codes.pack_codes(codes)[0, 0]
+    groups, channels = w4a8_fp8_scales_codes.split_scales(scales)
+    table = w4a8_fp8_scales_codes.multiples(groups).view(torch.float8_e4m3fn).view(64, 8).float()
+    wanted = w4a8_fp8_scales_codes.rounded_weight(codes, scales)
+    for thread in (0, 1, 5, 31, 32, 77, 127):
+        w, r, q = thread // 32, thread % 32 // 4, thread % 4
+        for step in range(4):
+            for word in range(2):
+                at = step // 2 * 2048 + thread * 16 + step % 2 * 8 + word * 4
+                bits = int.from_bytes(bytes(packed[at : at + 4].tolist()), "little")
+                for place in range(8):
+                    nibble = bits >> 4 * place & 15
+                    row, column = 16 * w + 8 * (place // 4) + r, 32 * step + 16 * word + 4 * q + place % 4
+                    index, negative = nibble & 7, nibble >= 8
+                    value = table[row, index] if negative else -table[row, index] if index else 0
+                    assert value * channels[row] == wanted[row, column]
+
+
+def test_fp8_scales_follow_their_definition() -> None:
+    scales = torch.tensor([[0.02, 0.005, 0.0001]]).to(BF16)
+    largest = scales.float().max()
+    first = (scales.float() / (largest / 448)).to(torch.float8_e4m3fn)
+    groups, channels = w4a8_fp8_scales_codes.split_scales(scales)
+    assert torch.equal(groups.float(), (first.float() / 8).to(torch.float8_e4m3fn).float())
+    assert channels.item() == largest / 448 * 8
 
 
 def test_zero_points_come_back() -> None:

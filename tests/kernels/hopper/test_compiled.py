@@ -11,10 +11,18 @@ import torch
 if not (find_spec("triton") and find_spec("cuda")):  # pragma: no cover
     pytest.skip("the GPU packages are not for this system", allow_module_level=True)
 
-from halfbyte.kernels.hopper import w4a8, w4a8_config, w4a16, w4a16_config
+from halfbyte.kernels.hopper import (
+    w4a8,
+    w4a8_config,
+    w4a8_fp8_scales,
+    w4a8_fp8_scales_codes,
+    w4a8_fp8_scales_config,
+    w4a16,
+    w4a16_config,
+)
 from halfbyte.kernels.hopper.blocks import BlockFormat
 from halfbyte.kernels.hopper.compiler import machine_code
-from halfbyte.kernels.hopper.config import SHARED_BYTES, TileConfig
+from halfbyte.kernels.hopper.config import SHARED_BYTES, TileConfig, fitted
 from tests.kernels.hopper.cubin import spills
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -37,6 +45,14 @@ def test_no_w4a8_configuration_of_the_table_spills(config: w4a8_config.W4A8Confi
 def test_no_w4a16_configuration_of_the_table_spills(config: w4a16_config.W4A16Config, tmp_path: Path) -> None:
     source = w4a16.w4a16_source(config, w4a16.block_format(128, BF16, False, BF16), BF16)
     assert spills(machine_code(source), tmp_path) == 0
+
+
+@pytest.mark.parametrize("config", w4a8_fp8_scales_config.configurations(), ids=str)
+def test_no_configuration_with_fp8_scales_spills(
+    config: w4a8_fp8_scales_config.W4A8Fp8ScalesConfig, tmp_path: Path
+) -> None:
+    fitting = fitted(config, w4a8_fp8_scales_codes.FORMAT)
+    assert spills(machine_code(w4a8_fp8_scales.w4a8_fp8_scales_source(fitting, BF16)), tmp_path) == 0
 
 
 @pytest.mark.parametrize(("group", "scale", "zero_points", "out"), OTHERS)

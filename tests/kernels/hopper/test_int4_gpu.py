@@ -10,6 +10,8 @@ import torch
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.quantize import quantize
 from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import rounded_weight
+from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
 from halfbyte.kernels.problem import LinearProblem, Prepared
 from halfbyte.kernels.quantized_inputs import QuantizedInputs
@@ -196,6 +198,22 @@ def test_packing_on_the_gpu_is_packing_on_the_cpu(kernel: Kernel) -> None:
     host = kernel.prepare(q, LinearProblem(of, 512, 1024, torch.device("cpu"), BF16))
     assert torch.equal(weight.tensors["weight"].cpu(), host.tensors["weight"])
     assert torch.equal(kernel.restore(weight).codes, moved.codes)
+
+
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (4096, 4096), (1040, 1088), (16, 128)])
+def test_fp8_scales_for_any_number_of_tokens(n: int, k: int) -> None:
+    """Against the rounded weight: what is left is the output's rounding and the tensor cores' short sums."""
+    kernel, of = HopperW4A8Fp8Scales(), scheme(W4A8)
+    q = quantize(torch.randn(n, k - k % 128, device=GPU) * 0.05, of.weights)
+    weight = kernel.prepare(q, LinearProblem(of, *q.codes.shape, GPU, BF16))
+    assert torch.equal(kernel.restore(weight).codes, q.codes)
+    exact = rounded_weight(q.codes, q.scales).double()
+    for tokens in TOKENS[1:]:
+        x = torch.randn(tokens, q.codes.shape[1], device=GPU, dtype=BF16)
+        inputs = kernel.quantize(x, weight)
+        wanted = inputs.codes.double() * inputs.scales.double() @ exact.T
+        found = kernel.run_quantized(inputs, weight).double()
+        assert ((found - wanted).norm() / wanted.norm()).item() < 5e-3, tokens
 
 
 def test_wrong_operands_are_one_line() -> None:

@@ -175,11 +175,8 @@ __device__ __forceinline__ void mma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// A tile whose rows are 128 bytes in the 128-byte swizzle that the accelerator writes; 8 rows are 1,024 bytes.
-__device__ __forceinline__ u64 swizzled_tile(u32 address) {
-    return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-
+// The lower half of the descriptor of a tile whose rows are 128 bytes in the 128-byte swizzle that the accelerator
+// writes; the upper half says so (instructions.py).
 __device__ __forceinline__ u32 tile_low(u32 address) { return (address & 0x3FFFF) >> 4 | 1u << 16; }
 
 // A tile of 2-byte numbers without swizzle: 8 rows x 16 bytes lie together, the next 8 rows after them, the next 16
@@ -239,5 +236,7 @@ struct Float {
     __device__ __forceinline__ float value() const { return number; }
 };
 
-// Lanes of a warp that share nothing but must do one thing once.
-__device__ __forceinline__ bool first_lane() { return (threadIdx.x & 31) == 0; }
+// Eight E4M3 numbers for one row and group: -8 s, -7 s, ... -s.
+struct Multiples {
+    u32 low, high;
+};
