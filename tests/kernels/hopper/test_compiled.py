@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +23,12 @@ from halfbyte.kernels.hopper import (
 )
 from halfbyte.kernels.hopper.blocks import BlockFormat
 from halfbyte.kernels.hopper.compiler import machine_code
-from halfbyte.kernels.hopper.config import SHARED_BYTES, TileConfig, fitted
+from halfbyte.kernels.hopper.config import SHARED_BYTES, Table, TileConfig, fitted
 from tests.kernels.hopper.cubin import spills
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OTHERS = ((64, BF16, False, BF16), (32, FP16, True, FP16), (128, FP32, True, BF16), (128, FP16, False, FP16))
-TABLES = {"w4a8": w4a8_config.choose_config, "w4a16": w4a16_config.choose_config}
+TABLES: dict[str, Table[Any]] = {"w4a8": w4a8_config.TABLE, "w4a16": w4a16_config.TABLE}
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +36,19 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
 
 
-@pytest.mark.parametrize("config", w4a8_config.configurations(), ids=str)
+@pytest.mark.parametrize("config", w4a8_config.TABLE.configurations(), ids=str)
 def test_no_w4a8_configuration_of_the_table_spills(config: w4a8_config.W4A8Config, tmp_path: Path) -> None:
     source = w4a8.w4a8_source(config, w4a8.block_format(128, BF16, False), BF16)
     assert spills(machine_code(source), tmp_path) == 0
 
 
-@pytest.mark.parametrize("config", w4a16_config.configurations(), ids=str)
+@pytest.mark.parametrize("config", w4a16_config.TABLE.configurations(), ids=str)
 def test_no_w4a16_configuration_of_the_table_spills(config: w4a16_config.W4A16Config, tmp_path: Path) -> None:
     source = w4a16.w4a16_source(config, w4a16.block_format(128, BF16, False, BF16), BF16)
     assert spills(machine_code(source), tmp_path) == 0
 
 
-@pytest.mark.parametrize("config", w4a8_fp8_scales_config.configurations(), ids=str)
+@pytest.mark.parametrize("config", w4a8_fp8_scales_config.TABLE.configurations(), ids=str)
 def test_no_configuration_with_fp8_scales_spills(
     config: w4a8_fp8_scales_config.W4A8Fp8ScalesConfig, tmp_path: Path
 ) -> None:
@@ -61,10 +62,10 @@ def test_other_weights_compile(
     tokens: int, group: int, scale: torch.dtype, zero_points: bool, out: torch.dtype, tmp_path: Path
 ) -> None:
     fmt = w4a8.block_format(group, scale, zero_points)
-    source = w4a8.w4a8_source(w4a8_config.choose_config(tokens, 4096, 4096, fmt), fmt, out)
+    source = w4a8.w4a8_source(w4a8_config.TABLE.choose(tokens, 4096, 4096, fmt), fmt, out)
     assert spills(machine_code(source), tmp_path) == 0
     fmt = w4a16.block_format(group, scale, zero_points, out)
-    source = w4a16.w4a16_source(w4a16_config.choose_config(tokens, 4096, 4096, fmt), fmt, out)
+    source = w4a16.w4a16_source(w4a16_config.TABLE.choose(tokens, 4096, 4096, fmt), fmt, out)
     assert spills(machine_code(source), tmp_path) == 0
 
 
@@ -73,7 +74,7 @@ def test_every_shape_fits(name: str) -> None:
     for tokens in (1, 9, 33, 65, 129, 257, 4096):
         for features in (16, 6144, 8192, 57344):
             for fmt in (BlockFormat(128, BF16), BlockFormat(32, FP32, BF16)):
-                config: TileConfig = TABLES[name](tokens, features, 28672, fmt)
+                config: TileConfig = TABLES[name].choose(tokens, features, 28672, fmt)
                 taken = config.shared_bytes(fmt)
                 assert taken <= SHARED_BYTES
                 assert (taken + 1024) * config.blocks_per_sm <= 228 * 1024
@@ -82,7 +83,7 @@ def test_every_shape_fits(name: str) -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_every_tile_is_computed_once(name: str) -> None:
     for tokens, features in ((1, 16), (64, 57344), (300, 656), (8192, 28672)):
-        config: TileConfig = TABLES[name](tokens, features, 4096, BlockFormat(128, BF16))
+        config: TileConfig = TABLES[name].choose(tokens, features, 4096, BlockFormat(128, BF16))
         tiles = -(-features // (config.rows * config.share)) * -(-tokens // config.tokens)
         clusters = config.blocks(tokens, features) // config.cluster
         rounds = -(-tiles // clusters)

@@ -16,7 +16,7 @@ from halfbyte.bench.kernels.timing import Replay, rotation
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.hopper import w4a8_config, w4a16_config
 from halfbyte.kernels.hopper.blocks import BlockFormat
-from halfbyte.kernels.hopper.config import MULTIPROCESSORS, TileConfig, fitted
+from halfbyte.kernels.hopper.config import MULTIPROCESSORS, Table, TileConfig, fitted
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
 from halfbyte.kernels.problem import LinearProblem, Prepared
 
@@ -29,23 +29,24 @@ Run = Callable[[TileConfig, BlockFormat, torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A kernel to tune. config: its class of configurations. choose: its table. bind: the kernel on given inputs."""
+    """A kernel to tune.
+
+    config: the class of its configurations. table: those now in use. bind: the kernel on given inputs.
+    """
 
     kernel: HopperW4A8 | HopperW4A16
     scheme: str
     config: Callable[..., TileConfig]
-    choose: Callable[[int, int, int, BlockFormat], TileConfig]
+    table: Table[Any]
     bind: Callable[[torch.Tensor, Prepared], Run]
 
 
 def subjects() -> dict[str, Subject]:
     """By op."""
     return {
-        "w4a8_linear": Subject(
-            HopperW4A8(), "w4a8", w4a8_config.W4A8Config, w4a8_config.choose_config, _bind_w4a8
-        ),
+        "w4a8_linear": Subject(HopperW4A8(), "w4a8", w4a8_config.W4A8Config, w4a8_config.TABLE, _bind_w4a8),
         "w4a16_linear": Subject(
-            HopperW4A16(), "w4a16", w4a16_config.W4A16Config, w4a16_config.choose_config, _bind_w4a16
+            HopperW4A16(), "w4a16", w4a16_config.W4A16Config, w4a16_config.TABLE, _bind_w4a16
         ),
     }
 
@@ -113,7 +114,7 @@ def _of_case(
     problem, fmt = prepared.problem, subject.kernel.block_format(prepared)
     x = operands.x[:tokens]
     run = subject.bind(x, prepared)
-    chosen = subject.choose(tokens, problem.out_features, problem.in_features, fmt)
+    chosen = subject.table.choose(tokens, problem.out_features, problem.in_features, fmt)
     weight = operands.quantized(problem.scheme.weights)
     rows = []
     others = candidates(subject.config, tokens, problem.out_features)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from halfbyte.kernels.hopper.blocks import ROWS, BlockFormat
 
@@ -82,14 +82,24 @@ class TileConfig(ABC):
 
 
 Config = TypeVar("Config", bound=TileConfig)
-Table = Sequence[tuple[int, int, int, Config]]
-"""(at most so many tokens, output features and inputs; the first row that fits counts): config."""
 
 
-def lookup(table: Table[Config], tokens: int, features: int, inputs: int, fmt: BlockFormat) -> Config:
-    """The configuration of the first row that fits, with as many stages as fit."""
-    config = next(row[3] for row in table if tokens <= row[0] and features <= row[1] and inputs <= row[2])
-    return fitted(config, fmt)
+@dataclass(frozen=True)
+class Table(Generic[Config]):
+    """rows: (at most so many tokens, output features and inputs; the first row that fits counts): config."""
+
+    rows: Sequence[tuple[int, int, int, Config]]
+
+    def choose(self, tokens: int, features: int, inputs: int, fmt: BlockFormat) -> Config:
+        """The configuration of the first row that fits, with as many stages as fit."""
+        config = next(
+            row[3] for row in self.rows if tokens <= row[0] and features <= row[1] and inputs <= row[2]
+        )
+        return fitted(config, fmt)
+
+    def configurations(self) -> list[Config]:
+        """All that the table can give, each once."""
+        return list(dict.fromkeys(row[3] for row in self.rows))
 
 
 def fitted(config: Config, fmt: BlockFormat) -> Config:

@@ -8,7 +8,7 @@ from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
 from halfbyte.kernels.hopper.driver import pointer, tensor_map
 from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Problem, is_packed, launch, require
-from halfbyte.kernels.hopper.w4a16_config import W4A16Config, choose_config
+from halfbyte.kernels.hopper.w4a16_config import TABLE, W4A16Config
 
 
 def block_format(group_size: int, scale: torch.dtype, zero_points: bool, dtype: torch.dtype) -> BlockFormat:
@@ -34,7 +34,7 @@ def w4a16_linear(
     out = x.new_empty((x.shape[0], out_features))
     if x.shape[0]:
         fmt = block_format(group_size, scale_dtype, zero_points, x.dtype)
-        config = choose_config(x.shape[0], out_features, x.shape[1], fmt)
+        config = TABLE.choose(x.shape[0], out_features, x.shape[1], fmt)
         run_w4a16(config, fmt, x, weight, bias, out)
     return out
 

@@ -9,7 +9,7 @@ from halfbyte.kernels.hopper.compiler import Source
 from halfbyte.kernels.hopper.config import ceil_div, up
 from halfbyte.kernels.hopper.driver import pointer, tensor_map
 from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Problem, is_packed, launch, require
-from halfbyte.kernels.hopper.w4a8_config import W4A8Config, choose_config
+from halfbyte.kernels.hopper.w4a8_config import TABLE, W4A8Config
 
 
 def block_format(group_size: int, scale: torch.dtype, zero_points: bool) -> BlockFormat:
@@ -40,7 +40,7 @@ def w4a8_linear(
     out = x.new_empty((x.shape[0], out_features), dtype=out_dtype)
     if x.shape[0]:
         fmt = block_format(group_size, scale_dtype, zero_points)
-        config = choose_config(x.shape[0], out_features, x.shape[1], fmt)
+        config = TABLE.choose(x.shape[0], out_features, x.shape[1], fmt)
         run_w4a8(config, fmt, x, x_scale, x_sums, weight, bias, out)
     return out
 

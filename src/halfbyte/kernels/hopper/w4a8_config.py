@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
-from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, lookup, up
+from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, up
 
 _BATCH = 16  # groups whose offsets are multiplied at once
 
@@ -46,33 +46,25 @@ class W4A8Config(TileConfig):
         return up(self._with_output(total) + self.tokens * 4 + 32, 1024)
 
 
-_TABLE: Table[W4A8Config] = (
-    (8, 6144, ANY, W4A8Config(8, 64, split=8, blocks_per_sm=4)),
-    (8, 12288, ANY, W4A8Config(8, 128, split=4, stages=6, blocks_per_sm=2)),
-    (8, 32768, ANY, W4A8Config(8, 64, blocks_per_sm=4)),
-    (8, ANY, ANY, W4A8Config(8, 128, stages=6, blocks_per_sm=2)),
-    (16, 6144, ANY, W4A8Config(16, 64, split=8, blocks_per_sm=4)),
-    (16, 12288, ANY, W4A8Config(16, 128, split=4, stages=6, blocks_per_sm=2)),
-    (16, 32768, ANY, W4A8Config(16, 64, blocks_per_sm=4)),
-    (16, ANY, ANY, W4A8Config(16, 128, stages=6, blocks_per_sm=2)),
-    (32, 6144, 8192, W4A8Config(32, 128, split=4, stages=6, blocks_per_sm=2)),
-    (32, 6144, ANY, W4A8Config(32, 128, split=8, stages=6, blocks_per_sm=2)),
-    (32, 12288, ANY, W4A8Config(32, 128, split=2, stages=14)),
-    (32, ANY, ANY, W4A8Config(32, 128, stages=6, blocks_per_sm=2)),
-    (64, 12288, ANY, W4A8Config(64, 128, split=2)),
-    (64, ANY, ANY, W4A8Config(64, 256, stages=6)),
-    (128, 6144, ANY, W4A8Config(64, 128, split=2, stages=4)),
-    (128, 12288, ANY, W4A8Config(128, 128, split=2, stages=4)),
-    (256, 6144, ANY, W4A8Config(128, 128, split=2, stages=4)),
-    (ANY, ANY, ANY, W4A8Config(128, 128, stages=4)),
+TABLE = Table(
+    (
+        (8, 6144, ANY, W4A8Config(8, 64, split=8, blocks_per_sm=4)),
+        (8, 12288, ANY, W4A8Config(8, 128, split=4, stages=6, blocks_per_sm=2)),
+        (8, 32768, ANY, W4A8Config(8, 64, blocks_per_sm=4)),
+        (8, ANY, ANY, W4A8Config(8, 128, stages=6, blocks_per_sm=2)),
+        (16, 6144, ANY, W4A8Config(16, 64, split=8, blocks_per_sm=4)),
+        (16, 12288, ANY, W4A8Config(16, 128, split=4, stages=6, blocks_per_sm=2)),
+        (16, 32768, ANY, W4A8Config(16, 64, blocks_per_sm=4)),
+        (16, ANY, ANY, W4A8Config(16, 128, stages=6, blocks_per_sm=2)),
+        (32, 6144, 8192, W4A8Config(32, 128, split=4, stages=6, blocks_per_sm=2)),
+        (32, 6144, ANY, W4A8Config(32, 128, split=8, stages=6, blocks_per_sm=2)),
+        (32, 12288, ANY, W4A8Config(32, 128, split=2, stages=14)),
+        (32, ANY, ANY, W4A8Config(32, 128, stages=6, blocks_per_sm=2)),
+        (64, 12288, ANY, W4A8Config(64, 128, split=2)),
+        (64, ANY, ANY, W4A8Config(64, 256, stages=6)),
+        (128, 6144, ANY, W4A8Config(64, 128, split=2, stages=4)),
+        (128, 12288, ANY, W4A8Config(128, 128, split=2, stages=4)),
+        (256, 6144, ANY, W4A8Config(128, 128, split=2, stages=4)),
+        (ANY, ANY, ANY, W4A8Config(128, 128, stages=4)),
+    )
 )
-
-
-def choose_config(tokens: int, features: int, inputs: int, fmt: BlockFormat) -> W4A8Config:
-    """The table's configuration for so many tokens, output features and inputs."""
-    return lookup(_TABLE, tokens, features, inputs, fmt)
-
-
-def configurations() -> list[W4A8Config]:
-    """All that the table can give, each once."""
-    return list(dict.fromkeys(row[3] for row in _TABLE))

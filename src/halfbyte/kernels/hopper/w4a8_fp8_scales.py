@@ -9,7 +9,7 @@ from halfbyte.kernels.hopper.compiler import Source
 from halfbyte.kernels.hopper.driver import pointer, tensor_map
 from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Problem, is_packed, launch, require
 from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import FORMAT
-from halfbyte.kernels.hopper.w4a8_fp8_scales_config import W4A8Fp8ScalesConfig, choose_config
+from halfbyte.kernels.hopper.w4a8_fp8_scales_config import TABLE, W4A8Fp8ScalesConfig
 
 
 @torch.library.custom_op("halfbyte::w4a8_fp8_scales_linear", mutates_args=(), device_types="cuda")
@@ -29,7 +29,7 @@ def w4a8_fp8_scales_linear(
     """
     out = x.new_empty((x.shape[0], channel_scale.shape[0]), dtype=out_dtype)
     if x.shape[0]:
-        config = choose_config(x.shape[0], out.shape[1], x.shape[1], FORMAT)
+        config = TABLE.choose(x.shape[0], out.shape[1], x.shape[1], FORMAT)
         run_w4a8_fp8_scales(config, x, x_scale, weight, channel_scale, bias, out)
     return out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
-from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, lookup, up
+from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, up
 
 
 @dataclass(frozen=True)
@@ -21,27 +21,19 @@ class W4A8Fp8ScalesConfig(TileConfig):
         return up(self._with_output(total) + self.tokens * 4 + self.rows * 4, 1024)
 
 
-_TABLE: Table[W4A8Fp8ScalesConfig] = (
-    (8, 6144, ANY, W4A8Fp8ScalesConfig(8, 64, split=8, blocks_per_sm=4)),
-    (8, 12288, ANY, W4A8Fp8ScalesConfig(8, 128, split=4, stages=6, blocks_per_sm=2)),
-    (8, ANY, ANY, W4A8Fp8ScalesConfig(8, 128, stages=6, blocks_per_sm=2)),
-    (16, 6144, ANY, W4A8Fp8ScalesConfig(16, 64, split=8, blocks_per_sm=4)),
-    (16, 12288, ANY, W4A8Fp8ScalesConfig(16, 128, split=4, stages=6, blocks_per_sm=2)),
-    (16, ANY, ANY, W4A8Fp8ScalesConfig(16, 128, stages=6, blocks_per_sm=2)),
-    (32, 6144, ANY, W4A8Fp8ScalesConfig(32, 128, split=8, stages=6, blocks_per_sm=2)),
-    (32, 12288, ANY, W4A8Fp8ScalesConfig(32, 128, split=2, stages=14)),
-    (32, ANY, ANY, W4A8Fp8ScalesConfig(32, 128, stages=6, blocks_per_sm=2)),
-    (64, 12288, ANY, W4A8Fp8ScalesConfig(64, 128, split=2)),
-    (64, ANY, ANY, W4A8Fp8ScalesConfig(64, 128)),
-    (ANY, ANY, ANY, W4A8Fp8ScalesConfig(128, 128, stages=6)),
+TABLE = Table(
+    (
+        (8, 6144, ANY, W4A8Fp8ScalesConfig(8, 64, split=8, blocks_per_sm=4)),
+        (8, 12288, ANY, W4A8Fp8ScalesConfig(8, 128, split=4, stages=6, blocks_per_sm=2)),
+        (8, ANY, ANY, W4A8Fp8ScalesConfig(8, 128, stages=6, blocks_per_sm=2)),
+        (16, 6144, ANY, W4A8Fp8ScalesConfig(16, 64, split=8, blocks_per_sm=4)),
+        (16, 12288, ANY, W4A8Fp8ScalesConfig(16, 128, split=4, stages=6, blocks_per_sm=2)),
+        (16, ANY, ANY, W4A8Fp8ScalesConfig(16, 128, stages=6, blocks_per_sm=2)),
+        (32, 6144, ANY, W4A8Fp8ScalesConfig(32, 128, split=8, stages=6, blocks_per_sm=2)),
+        (32, 12288, ANY, W4A8Fp8ScalesConfig(32, 128, split=2, stages=14)),
+        (32, ANY, ANY, W4A8Fp8ScalesConfig(32, 128, stages=6, blocks_per_sm=2)),
+        (64, 12288, ANY, W4A8Fp8ScalesConfig(64, 128, split=2)),
+        (64, ANY, ANY, W4A8Fp8ScalesConfig(64, 128)),
+        (ANY, ANY, ANY, W4A8Fp8ScalesConfig(128, 128, stages=6)),
+    )
 )
-
-
-def choose_config(tokens: int, features: int, inputs: int, fmt: BlockFormat) -> W4A8Fp8ScalesConfig:
-    """The table's configuration for so many tokens, output features and inputs."""
-    return lookup(_TABLE, tokens, features, inputs, fmt)
-
-
-def configurations() -> list[W4A8Fp8ScalesConfig]:
-    """All that the table can give, each once."""
-    return list(dict.fromkeys(row[3] for row in _TABLE))

@@ -171,6 +171,50 @@ __device__ __forceinline__ void load_box(
         copy_tile(to, map, column, token_base, barrier);
 }
 
+struct NothingMore {
+    __device__ __forceinline__ int bytes(int, int) const { return 0; }
+    __device__ __forceinline__ void load(int, int, int, u32) const {}
+};
+
+// Another warp: the activations, BOXES of 128 bytes of each token a stage, into x[stage]. more: what comes with them,
+// bytes(k, token_base) and load(stage, k, token_base, barrier).
+template <int BOXES, class X, class More>
+__device__ __forceinline__ void load_tokens(
+    Pipeline& pipeline, X& x, const Problem& p, const Place& place, const TensorMap& x_map, const More& more) {
+    constexpr int BOX_BYTES = TOKENS * 128;
+    prefetch_map(x_map);
+    wait_for_previous_kernel();
+    if constexpr (SHARE > 1) cluster_wait();
+    const Tiles tiles(p);
+    Phases phases;
+    for (int item = place.first_item; item < tiles.count(); item += place.item_step) {
+        int feature_tile, token_base;
+        tiles.at(item, feature_tile, token_base);
+        for (int k = place.k_begin, stage = 0; k < place.k_end; ++k) {
+            const u32 barrier = shared_address(&pipeline.full[stage]);
+            barrier_wait(shared_address(&pipeline.empty[stage]), phases.next(stage) ^ 1);
+            expect_once(barrier, BOXES * BOX_BYTES + more.bytes(k, token_base));
+#pragma unroll
+            for (int box = 0; box < BOXES; ++box)
+                load_box(
+                    shared_address(x[stage]) + box * BOX_BYTES, x_map, k * 128 + box * (128 / BOXES),
+                    token_base, barrier, place);
+            more.load(stage, k, token_base, barrier);
+            if (++stage == STAGES) stage = 0;
+        }
+    }
+}
+
+// The block's beginning, by all its threads. Returns a warp's role: from 0 on those that load, below those that multiply.
+// Warps of one role stay together, so that the compiler can keep addresses in uniform registers.
+__device__ __forceinline__ int start(Pipeline& pipeline) {
+    if (threadIdx.x == 0) pipeline.init();
+    __syncthreads();
+    if constexpr (CLUSTER > 1) cluster_arrive();
+    let_next_kernel_start();
+    return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0) - CONSUMERS / 32;
+}
+
 // The tile's sums to memory, by all consumers. of(j): this thread's sum j; finished(sum, m, n): the result for token m
 // of the tile and feature n of the matrix.
 template <class Of, class Finished>

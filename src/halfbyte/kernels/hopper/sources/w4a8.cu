@@ -46,33 +46,22 @@ __device__ __forceinline__ void convert(u32 (&a)[4][4], const uint4* words, u32 
     }
 }
 
-// A warp: the activations, and for few tokens their sums.
-__device__ __forceinline__ void load_tokens(
-    Shared& shared, const Problem& p, const Place& place, const TensorMap& x_map, const float* sums) {
-    prefetch_map(x_map);
-    wait_for_previous_kernel();
-    if constexpr (SHARE > 1) cluster_wait();
-    const Tiles tiles(p);
-    Phases phases;
-    for (int item = place.first_item; item < tiles.count(); item += place.item_step) {
-        int feature_tile, token_base;
-        tiles.at(item, feature_tile, token_base);
-        const int sums_bytes = min(TOKENS, p.sums_pitch - token_base) * 4;
-        for (int k = place.k_begin, stage = 0; k < place.k_end; ++k) {
-            const u32 barrier = shared_address(&shared.pipeline.full[stage]);
-            const int groups = MANY ? 0 : min(GROUPS, p.groups - k * GROUPS);
-            barrier_wait(shared_address(&shared.pipeline.empty[stage]), phases.next(stage) ^ 1);
-            expect_once(barrier, TOKENS * 128 + groups * sums_bytes);
-            load_box(shared_address(shared.x[stage]), x_map, k * 128, token_base, barrier, place);
-            if constexpr (!MANY)
-                for (int g = 0; g < groups; ++g)
-                    copy_bulk(
-                        shared_address(shared.sums[stage][g]),
-                        sums + static_cast<u64>(k * GROUPS + g) * p.sums_pitch + token_base, sums_bytes, barrier);
-            if (++stage == STAGES) stage = 0;
-        }
+// With the activations of few tokens come their sums.
+struct FewSums {
+    Shared& shared;
+    const Problem& p;
+    const float* sums;
+    __device__ __forceinline__ int groups(int k) const { return MANY ? 0 : min(GROUPS, p.groups - k * GROUPS); }
+    __device__ __forceinline__ int row_bytes(int token_base) const { return min(TOKENS, p.sums_pitch - token_base) * 4; }
+    __device__ __forceinline__ int bytes(int k, int token_base) const { return groups(k) * row_bytes(token_base); }
+    __device__ __forceinline__ void load(int stage, int k, int token_base, u32 barrier) const {
+        if constexpr (!MANY)
+            for (int g = 0; g < groups(k); ++g)
+                copy_bulk(
+                    shared_address(shared.sums[stage][g]),
+                    sums + static_cast<u64>(k * GROUPS + g) * p.sums_pitch + token_base, row_bytes(token_base), barrier);
     }
-}
+};
 
 // A warp, for many tokens: the sums of sixteen groups at a time, as the right operand of a BF16 product (without zero
 // points they hold the offset's factor). Eight tokens x eight groups lie together (PTX ISA, wgmma, K-major without
@@ -128,23 +117,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             barrier_init(shared_address(&shared.sums_full[i]), 1);
             barrier_init(shared_address(&shared.sums_empty[i]), CONSUMERS / 32);
         }
-        pipeline.init();
     }
     if constexpr (!MANY) {  // what no copy fills is multiplied by zero, so it has to be a number
         for (int i = thread; i < STAGES * GROUPS * TOKENS; i += THREADS) shared.sums[0][0][i] = 0;
         copy_engine_fence();
     }
-    __syncthreads();
-    if constexpr (CLUSTER > 1) cluster_arrive();
-    let_next_kernel_start();
-
-    // Warps of one role stay together, so that the compiler can keep addresses in uniform registers.
-    const int role = __shfl_sync(0xffffffff, thread / 32, 0) - CONSUMERS / 32;
+    const int role = start(pipeline);
     if (role >= 0) {
         give_registers<PRODUCER_REGISTERS>();
         if (role == 0) load_weights<MANY ? KEPT : 0>(pipeline, shared.weights, shared.kept, p, place, weights);
         if (role == 1)
-            load_tokens(shared, p, place, x_map, sums);
+            load_tokens<1>(pipeline, shared.x, p, place, x_map, FewSums{shared, p, sums});
         else if (SHARE > 1)
             cluster_wait();
         if (MANY && role == 2) load_sums(shared, p, place, sums);

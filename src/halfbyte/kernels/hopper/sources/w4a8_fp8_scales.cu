@@ -49,26 +49,6 @@ __device__ __forceinline__ void convert(u32 (&a)[4][4], const u8* block, int thr
     }
 }
 
-// A warp: the activations.
-__device__ __forceinline__ void load_tokens(Shared& shared, const Problem& p, const Place& place, const TensorMap& x_map) {
-    prefetch_map(x_map);
-    wait_for_previous_kernel();
-    if constexpr (SHARE > 1) cluster_wait();
-    const Tiles tiles(p);
-    Phases phases;
-    for (int item = place.first_item; item < tiles.count(); item += place.item_step) {
-        int feature_tile, token_base;
-        tiles.at(item, feature_tile, token_base);
-        for (int k = place.k_begin, stage = 0; k < place.k_end; ++k) {
-            const u32 barrier = shared_address(&shared.pipeline.full[stage]);
-            barrier_wait(shared_address(&shared.pipeline.empty[stage]), phases.next(stage) ^ 1);
-            expect_once(barrier, TOKENS * 128);
-            load_box(shared_address(shared.x[stage]), x_map, k * 128, token_base, barrier, place);
-            if (++stage == STAGES) stage = 0;
-        }
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_scales(
     const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ channel_scale,
     const float* __restrict__ x_scale, const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
@@ -78,19 +58,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
     const int thread = threadIdx.x;
     const Place place(p);
 
-    if (thread == 0) pipeline.init();
-    __syncthreads();
-    if constexpr (CLUSTER > 1) cluster_arrive();
-    let_next_kernel_start();
-
-    // Warps of one role stay together, so that the compiler can keep addresses in uniform registers.
-    const int role = __shfl_sync(0xffffffff, thread / 32, 0) - CONSUMERS / 32;
+    const int role = start(pipeline);
     if (role >= 0) {
         give_registers<PRODUCER_REGISTERS>();
         u8 nothing[1][WARPGROUPS][1];
         if (role == 0) load_weights<0>(pipeline, shared.weights, nothing, p, place, weights);
         if (role == 1)
-            load_tokens(shared, p, place, x_map);
+            load_tokens<1>(pipeline, shared.x, p, place, x_map, NothingMore());
         else if (SHARE > 1)
             cluster_wait();
         leave_together();
