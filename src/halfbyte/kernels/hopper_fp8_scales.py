@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import torch
 
 from halfbyte.formats.quantized_tensor import QuantizedTensor
-from halfbyte.kernels.fused import quantize
+from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.hopper import w4a8_fp8_scales_codes as layout
 from halfbyte.kernels.hopper.blocks import pack_blocks, unpack_blocks
 from halfbyte.kernels.hopper_int4 import HopperW4A8
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
-from halfbyte.kernels.quantized_inputs import QuantizedInputs, sum_group
+from halfbyte.kernels.quantized_inputs import QuantizedInputs
 
 
-class HopperW4A8Fp8Scales:
+class HopperW4A8Fp8Scales(QuantizesTokens):
     """Group scales in FP8, code times scale rounded to FP8, sums in the tensor cores over all of K.
 
     Listed behind the kernel with exact scales, which takes whatever this one takes: it runs only by name.
@@ -51,9 +51,6 @@ class HopperW4A8Fp8Scales:
 
     def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.run_quantized(self.quantize(x, prepared), prepared, bias)
-
-    def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
-        return quantize(x, sum_group(prepared.problem.scheme))
 
     def run_quantized(
         self, inputs: QuantizedInputs, prepared: Prepared, bias: torch.Tensor | None = None

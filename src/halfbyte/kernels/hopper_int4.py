@@ -10,7 +10,7 @@ import torch
 
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.scales import FLOAT_SCALE_DTYPES
-from halfbyte.kernels.fused import quantize
+from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.hopper import w4a8_codes, w4a16_codes
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat, pack_blocks, unpack_blocks
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
@@ -103,7 +103,7 @@ class _HopperInt4(ABC):
         return BlockFormat(sum_group(problem.scheme), scale, zeros)
 
 
-class HopperW4A8(_HopperInt4):
+class HopperW4A8(QuantizesTokens, _HopperInt4):
     """E4M3 inputs with a dynamic scale per token, by ``hopper/sources/w4a8.cu``."""
 
     name = "hopper-w4a8"
@@ -126,9 +126,6 @@ class HopperW4A8(_HopperInt4):
 
     def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.run_quantized(self.quantize(x, prepared), prepared, bias)
-
-    def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
-        return quantize(x, sum_group(prepared.problem.scheme))
 
     def run_quantized(
         self, inputs: QuantizedInputs, prepared: Prepared, bias: torch.Tensor | None = None
