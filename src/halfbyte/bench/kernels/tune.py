@@ -70,7 +70,7 @@ def _tiles(config: Callable[..., TileConfig], tokens: int) -> Iterator[TileConfi
             for split in (1, 2, 4, 8):
                 yield config(tile, rows, split, 1, stages, blocks)
         return
-    tiles = ((64, 128), (64, 192), (64, 256), (96, 192), (128, 128), (192, 128))
+    tiles = ((64, 128), (64, 192), (64, 256), (96, 192), (128, 128), (192, 128), (256, 128))
     for tile, rows in tiles[: 3 if tokens <= 64 else None]:
         for split in (1, 2, 4, 8) if tokens <= 256 else (1, 2) if tokens <= 512 else (1,):
             for share in (1, 2):

@@ -77,7 +77,8 @@ class TileConfig(ABC):
 
     def _with_output(self, shared: int) -> int:
         """``shared`` bytes with the staged tile and the pipeline's barriers behind them."""
-        tile = self.tokens * self.rows * 4 if self.split > 1 else self.tokens * (self.rows + 8) * 2
+        staged = min(self.tokens, 64 if self.tokens % 64 == 0 else 32)
+        tile = self.tokens * self.rows * 4 if self.split > 1 else staged * (self.rows + 8) * 2
         return up(up(shared, 16) + tile, 16) + self.stages * 16 + 8
 
 

@@ -107,10 +107,13 @@ struct Pipeline {
     }
 };
 
-// A tile on its way out.
+// A tile on its way out, not more than 64 tokens at a time.
+constexpr int STAGED_TOKENS = TOKENS < 64 ? TOKENS : TOKENS % 64 == 0 ? 64 : 32;
+static_assert(TOKENS % STAGED_TOKENS == 0);
+
 union Staged {
     alignas(16) float4 partial[SPLIT > 1 ? QUADS : 1];  // [source][this block's share]
-    alignas(16) u16 out[SPLIT > 1 ? 1 : TOKENS][PITCH];
+    alignas(16) u16 out[SPLIT > 1 ? 1 : STAGED_TOKENS][PITCH];
 };
 
 // Nobody leaves while others may still send activations. (Parts of sums are waited for by who receives them.)
@@ -255,17 +258,21 @@ __device__ __forceinline__ void store_tile(
         }
     } else {
 #pragma unroll
-        for (int j = 0; j < ACCUMULATORS; ++j) {
-            const int n = warpgroup * 64 + row + j / 2 % 2 * 8, m = j / 4 * 8 + column + j % 2;
-            staged.out[m][n] = finished(of(j), m, feature_base + n).bits;
-        }
-        named_barrier(1, CONSUMERS);
-        constexpr int CHUNKS = TILE_ROWS / 8;
-        for (int i = thread; i < TOKENS * CHUNKS; i += CONSUMERS) {
-            const int m = i / CHUNKS, n = feature_base + i % CHUNKS * 8;
-            if (token_base + m < p.tokens && n < p.features)
-                *reinterpret_cast<uint4*>(out + static_cast<u64>(token_base + m) * p.features + n) =
-                    *reinterpret_cast<const uint4*>(&staged.out[m][i % CHUNKS * 8]);
+        for (int first = 0; first < TOKENS; first += STAGED_TOKENS) {
+            if (first > 0) named_barrier(1, CONSUMERS);
+#pragma unroll
+            for (int j = 0; j < STAGED_TOKENS / 2; ++j) {
+                const int n = warpgroup * 64 + row + j / 2 % 2 * 8, m = j / 4 * 8 + column + j % 2;
+                staged.out[m][n] = finished(of(first / 2 + j), first + m, feature_base + n).bits;
+            }
+            named_barrier(1, CONSUMERS);
+            constexpr int CHUNKS = TILE_ROWS / 8;
+            for (int i = thread; i < STAGED_TOKENS * CHUNKS; i += CONSUMERS) {
+                const int m = token_base + first + i / CHUNKS, n = feature_base + i % CHUNKS * 8;
+                if (m < p.tokens && n < p.features)
+                    *reinterpret_cast<uint4*>(out + static_cast<u64>(m) * p.features + n) =
+                        *reinterpret_cast<const uint4*>(&staged.out[i / CHUNKS][i % CHUNKS * 8]);
+            }
         }
     }
 }

@@ -11,6 +11,8 @@ constexpr int BATCH = 16;  // groups whose offsets are multiplied at once
 constexpr bool SPLIT_OFFSETS = ZERO_POINTS || !Scale::FITS_BF16;
 constexpr int SUM_BYTES = TOKENS * BATCH * 2;  // of one part (high or low) of a batch
 constexpr int KEPT = STAGES + BATCH / GROUPS;  // stages whose scales are kept for it, those in flight among them
+// Two parts at a time, so that one is multiplied while the other is promoted; one where registers are short.
+constexpr int SUMS = GROUPS * PARTS > 1 && TOKENS <= 192 ? 2 : 1;
 constexpr float HALF_CODE = -0.5f / 256;
 constexpr float SUM_FACTOR = ZERO_POINTS ? 1.0f : HALF_CODE;  // what the kept scales are short of
 static_assert(!MANY || BATCH / GROUPS % STAGES == 0, "a batch ends where the unrolled stages end");
@@ -203,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             const u8* block = shared.weights[stage][warpgroup];
             const Scale* scales = reinterpret_cast<const Scale*>(block + 4096) + row;
             const Half* zeros = reinterpret_cast<const Half*>(block + 4096 + SCALES_BYTES) + row;
-            float sum[2][PART_SUMS], scale[GROUPS][2], zero[GROUPS][2];
+            float sum[SUMS][PART_SUMS], scale[GROUPS][2], zero[GROUPS][2];
             float2 token_sums[GROUPS][MANY ? 1 : TOKENS / 8];
             constexpr int STEPS = GROUPS * PARTS, PER_GROUP = 4 / GROUPS;
             auto multiply = [&](int step) {
@@ -211,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                 mma_fence();
 #pragma unroll
                 for (int s = 0; s < PER_GROUP; ++s)
-                    mma(sum[step % 2], a[g * PER_GROUP + s], x + part * COLUMNS * 8 + (g * PER_GROUP + s) * 2, s > 0);
+                    mma(sum[step % SUMS], a[g * PER_GROUP + s], x + part * COLUMNS * 8 + (g * PER_GROUP + s) * 2, s > 0);
                 mma_commit();
             };
             auto promote = [&](int step) {
@@ -219,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
                 for (int j = 0; j < PART_SUMS; ++j) {
                     const int half = j / 2 % 2;
-                    float value = sum[step % 2][j];
+                    float value = sum[step % SUMS][j];
                     if constexpr (!MANY)
                         value = fmaf(zero[g][half], j % 2 ? token_sums[g][j / 4].y : token_sums[g][j / 4].x, value);
                     total[part][j] += scale[g][half] * value;
@@ -242,14 +244,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                             token_sums[g][j] = *reinterpret_cast<const float2*>(&shared.sums[stage][g][column + 8 * j]);
                     }
                 }
-                if (step > 0) {
+                if (AHEAD && step == STEPS - 1 && !last) wait_and_convert(next_stage, a_next);
+                if (SUMS == 1) {
+                    mma_wait<0>();
+                    promote(step);
+                } else if (step > 0) {
                     mma_wait<1>();
                     promote(step - 1);
                 }
             }
-            if (AHEAD && !last) wait_and_convert(next_stage, a_next);
-            mma_wait<0>();
-            promote(STEPS - 1);
+            if constexpr (SUMS > 1) {
+                mma_wait<0>();
+                promote(STEPS - 1);
+            }
             pipeline.leave(stage, place);
             ++unit_count;
             if (!AHEAD && !last) wait_and_convert(next_stage, a_next);
