@@ -21,6 +21,16 @@ from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
 from halfbyte.kernels.problem import LinearProblem, Prepared
 
 _MOST_ERROR = 3e-3
+# Tokens and rows of tiles, and in how many parts the tokens are multiplied where a kernel can do that.
+_SIXTY_FOUR = ((64, 128, 1), (64, 128, 2), (64, 192, 1), (64, 192, 2), (64, 256, 1))
+_MANY = (
+    *((64, 128, parts) for parts in (1, 2)),
+    *((96, 192, parts) for parts in (1, 2, 3)),
+    *((128, 128, parts) for parts in (1, 2, 4)),
+    *((128, 192, parts) for parts in (4,)),
+    *((192, 128, parts) for parts in (3, 6)),
+    *((256, 128, parts) for parts in (4, 8)),
+)
 _GROUP = 128
 
 Run = Callable[[TileConfig, BlockFormat, torch.Tensor, torch.Tensor], None]
@@ -70,12 +80,12 @@ def _tiles(config: Callable[..., TileConfig], tokens: int) -> Iterator[TileConfi
             for split in (1, 2, 4, 8):
                 yield config(tile, rows, split, 1, stages, blocks)
         return
-    tiles = ((64, 128), (64, 192), (64, 256), (96, 192), (128, 128), (192, 128), (256, 128))
-    for tile, rows in tiles[: 3 if tokens <= 64 else None]:
-        for split in (1, 2, 4, 8) if tokens <= 256 else (1, 2) if tokens <= 512 else (1,):
+    splits = (1, 2, 4, 8) if tokens <= 256 else (1, 2) if tokens <= 512 else (1,)
+    for tile, rows, parts in _MANY if tokens > 64 else _SIXTY_FOUR:
+        for split in splits:
             for share in (1, 2):
                 if split * share <= 8:
-                    yield config(tile, rows, split, share, 8)
+                    yield config(tile, rows, split, share, 8, parts=parts)
 
 
 def tune(
@@ -118,7 +128,8 @@ def _of_case(
     weight = operands.quantized(problem.scheme.weights)
     rows = []
     others = candidates(subject.config, tokens, problem.out_features)
-    for config in dict.fromkeys(fitted(c, fmt) for c in (chosen, *others)):
+    fitting = (fitted(config, fmt) for config in (chosen, *others))
+    for config in dict.fromkeys(config for config in fitting if config is not None):
         out = x.new_full((tokens, problem.out_features), torch.nan)
         run(config, fmt, copies[0], out)
         error = relative_error(out, x, weight, problem.scheme.activations)

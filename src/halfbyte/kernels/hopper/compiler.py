@@ -18,7 +18,7 @@ from pathlib import Path
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.hopper.instructions import warpgroup_mma
 
-_OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
+_OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "--ptxas-options=-v")
 _HEADERS = ("hopper.cuh", "linear.cuh")
 
 
@@ -57,12 +57,13 @@ def machine_code(source: Source) -> bytes:
     path = _cache_directory() / f"{source.kernel}-{key[:32]}.cubin"
     if path.is_file():
         return path.read_bytes()
-    code = _compile(source)
+    code, _ = compile_source(source)
     _keep(path, code)
     return code
 
 
-def _compile(source: Source) -> bytes:
+def compile_source(source: Source) -> tuple[bytes, str]:
+    """The cubin, past the cache, and what the compiler had to say of it. Errors: see :func:`machine_code`."""
     nvrtc = _nvrtc()
     program = _checked(
         nvrtc.nvrtcCreateProgram(
@@ -74,14 +75,14 @@ def _compile(source: Source) -> bytes:
         )
     )[0]
     result = nvrtc.nvrtcCompileProgram(program, len(_OPTIONS), [option.encode() for option in _OPTIONS])
+    log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program))[0])
+    _checked(nvrtc.nvrtcGetProgramLog(program, log))
     if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program))[0])
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))
         raise HalfbyteError(f"{source.file} with {dict(source.defines)} does not compile: {_text(log)}")
     code = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program))[0])
     _checked(nvrtc.nvrtcGetCUBIN(program, code))
     _checked(nvrtc.nvrtcDestroyProgram(program))
-    return bytes(code)
+    return bytes(code), _text(log)
 
 
 @cache

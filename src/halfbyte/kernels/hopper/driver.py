@@ -42,22 +42,25 @@ class Function:
             self._handle = _checked(driver.cuKernelGetFunction(kernel), "find a kernel")
         self._library = library  # unloaded with the last reference
         self._shared = 0
-        self._configurations: dict[Launch, Any] = {}
+        self._configurations: dict[tuple[Launch, int], Any] = {}
 
     def __call__(self, launch: Launch, arguments: Sequence[Any]) -> None:
-        """Run on the current stream. arguments: ctypes values and tensor maps, in the kernel's order."""
+        """Run on the current stream of the current device, which has to be this one.
+
+        arguments: ctypes values and tensor maps, in the kernel's order.
+        """
         driver = _driver()
-        configuration = self._configurations.get(launch)
+        stream = torch.cuda.current_stream().cuda_stream
+        configuration = self._configurations.get((launch, stream))
         if configuration is None:
-            configuration = self._configurations[launch] = self._configuration(launch)
-        configuration.hStream = torch.cuda.current_stream().cuda_stream
+            configuration = self._configurations[launch, stream] = self._configuration(launch, stream)
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
         _checked(
             driver.cuLaunchKernelEx(configuration, self._handle, ctypes.addressof(pointers), 0),
             "launch a kernel",
         )
 
-    def _configuration(self, launch: Launch) -> Any:
+    def _configuration(self, launch: Launch, stream: int) -> Any:
         driver = _driver()
         if launch.shared > self._shared:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -67,6 +70,7 @@ class Function:
         configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = launch.grid
         configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = launch.block, 1, 1
         configuration.sharedMemBytes = launch.shared
+        configuration.hStream = stream
         attributes = []
         if launch.cluster > 1:
             cluster = driver.CUlaunchAttribute()

@@ -41,16 +41,17 @@ def launch(
     source: Source, config: TileConfig, fmt: BlockFormat, out: torch.Tensor, arguments: Sequence[Any]
 ) -> None:
     """Run the kernel for ``out [M, N]`` on the current stream."""
-    function(source, out.device.index)(
-        Launch((config.blocks(*out.shape), 1, 1), config.threads, config.shared_bytes(fmt), config.cluster),
-        arguments,
+    shape = Launch(
+        (config.blocks(*out.shape), 1, 1), config.threads, config.shared_bytes(fmt), config.cluster
     )
+    with torch.cuda.device_of(out):
+        function(source, out.device.index)(shape, arguments)
 
 
-def require(op: str, *conditions: tuple[bool, str, torch.Tensor]) -> None:
+def require(op: str, *conditions: tuple[bool, str, torch.Tensor | None]) -> None:
     """Errors: the first condition that does not hold, with the tensor it is about."""
     for holds, what, tensor in conditions:
-        if not holds:
+        if not holds and tensor is not None:
             raise HalfbyteError(
                 f"{op}: {what}, not {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             )
@@ -60,3 +61,14 @@ def is_packed(weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor, fmt: Blo
     """Whether ``weight`` has the blocks for these inputs and outputs."""
     blocks = (ceil_div(out.shape[1], ROWS), ceil_div(x.shape[1], INPUTS), fmt.nbytes)
     return weight.dtype == torch.uint8 and weight.shape == blocks and weight.is_contiguous()
+
+
+def is_bias(bias: torch.Tensor | None, out: torch.Tensor) -> bool:
+    """Whether ``bias`` is none or has a number of the right kind for each output feature."""
+    if bias is None:
+        return True
+    return (bias.dtype, bias.shape, bias.device) == (
+        out.dtype,
+        out.shape[1:],
+        out.device,
+    ) and bias.is_contiguous()

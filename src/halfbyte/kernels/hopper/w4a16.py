@@ -7,7 +7,7 @@ import torch
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
 from halfbyte.kernels.hopper.driver import pointer, tensor_map
-from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Problem, is_packed, launch, require
+from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Problem, is_bias, is_packed, launch, require
 from halfbyte.kernels.hopper.w4a16_config import TABLE, W4A16Config
 
 
@@ -60,6 +60,11 @@ def run_w4a16(
         (inputs % 8 == 0, "x must have a multiple of 8 columns", x),
         (is_packed(weight, x, out, fmt), f"weight must be packed for {out.shape[1]} x {inputs}", weight),
         (
+            is_bias(bias, out),
+            f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
+            bias,
+        ),
+        (
             out.dtype == x.dtype and out.shape[1] % 8 == 0,
             "out must be of the dtype of x with a multiple of 8 columns",
             out,
@@ -81,7 +86,6 @@ def w4a16_source(config: W4A16Config, fmt: BlockFormat, dtype: torch.dtype) -> S
     """The kernel for one configuration and kind of weight."""
     defines = {
         **config.defines(fmt),
-        "COLUMNS": config.columns,
         "Scale": NAMES[fmt.scale],
         "Out": NAMES[dtype],
     }

@@ -12,10 +12,10 @@ from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, up
 class W4A16Config(TileConfig):
     """See :class:`TileConfig`."""
 
-    @property
-    def columns(self) -> int:
-        """Tokens that are multiplied at a time."""
-        return self.tokens if self.tokens <= 128 else 64
+    def takes(self, fmt: BlockFormat) -> bool:
+        # Registers of a thread, less those for addresses: sums, one part's sums, a stage's codes.
+        most = {64: 196, 128: 196, 192: 124, 256: 84}[self.rows]
+        return self.tokens // 2 + self.columns // 2 + 32 <= most and (self.tokens <= 128 or self.split == 1)
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
         total = self.stages * self.tokens * INPUTS * 2

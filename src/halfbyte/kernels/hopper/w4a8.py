@@ -8,7 +8,7 @@ from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
 from halfbyte.kernels.hopper.config import ceil_div, up
 from halfbyte.kernels.hopper.driver import pointer, tensor_map
-from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Problem, is_packed, launch, require
+from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Problem, is_bias, is_packed, launch, require
 from halfbyte.kernels.hopper.w4a8_config import TABLE, W4A8Config
 
 
@@ -79,6 +79,11 @@ def run_w4a8(
         ),
         (is_packed(weight, x, out, fmt), f"weight must be packed for {out.shape[1]} x {inputs}", weight),
         (
+            is_bias(bias, out),
+            f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
+            bias,
+        ),
+        (
             out.dtype in OUTPUTS and out.shape[1] % 8 == 0,
             "out must be bfloat16 or float16 with a multiple of 8 columns",
             out,
@@ -93,12 +98,12 @@ def run_w4a8(
 
 def w4a8_source(config: W4A8Config, fmt: BlockFormat, out_dtype: torch.dtype) -> Source:
     """The kernel for one configuration and kind of weight."""
-    columns = config.columns(fmt)
+    columns = config.columns
     defines = {
         **config.defines(fmt),
-        "COLUMNS": columns,
         "MANY": int(config.many),
-        "AHEAD": int(config.ahead),
+        "AHEAD": int(config.ahead(fmt)),
+        "SUMS": config.sums(fmt),
         "Scale": NAMES[fmt.scale],
         "Out": NAMES[out_dtype],
     }

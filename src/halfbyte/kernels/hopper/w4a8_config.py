@@ -13,6 +13,11 @@ from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, up
 _BATCH = 16  # groups whose offsets are multiplied at once
 
 
+# Registers of a thread that multiplies, by rows of the tile, less those for addresses and the like.
+_REGISTERS = {64: 196, 128: 196, 192: 112, 256: 84}
+_CODES = 16  # registers for one stage's codes
+
+
 @dataclass(frozen=True)
 class W4A8Config(TileConfig):
     """See :class:`TileConfig`."""
@@ -22,19 +27,27 @@ class W4A8Config(TileConfig):
         """Whether offsets are a matrix product; four warpgroups have no registers left for it."""
         return self.tokens >= 64 and self.rows < 256
 
-    @property
-    def ahead(self) -> bool:
-        """Whether the next stage's codes have registers of their own."""
-        return self.many and self.rows <= 128 and self.tokens <= 128
+    def sums(self, fmt: BlockFormat) -> int:
+        """Two where one part can be promoted while the next one is multiplied."""
+        return 2 if self.parts * fmt.groups > 1 and self._registers(2, 1) <= _REGISTERS[self.rows] else 1
 
-    def columns(self, fmt: BlockFormat) -> int:
-        """Tokens that are multiplied at a time."""
-        if self.tokens > 128 or (self.tokens == 128 and fmt.groups > 1):
-            return 64
-        return self.tokens
+    def ahead(self, fmt: BlockFormat) -> bool:
+        """Whether the next stage's codes have registers of their own."""
+        return self.many and self.tokens <= 192 and self._registers(self.sums(fmt), 2) < _REGISTERS[self.rows]
+
+    def _registers(self, sums: int, codes: int) -> int:
+        return self.tokens // 2 + sums * self.columns // 2 + codes * _CODES
 
     def takes(self, fmt: BlockFormat) -> bool:
-        return not self.many or _BATCH // fmt.groups % self.stages == 0
+        if not self.many:
+            return self.tokens < 64 or fmt.groups == 1
+        return (
+            self.stages >= 4
+            and _BATCH // fmt.groups % self.stages == 0
+            and (self.rows <= 128 or fmt.groups == 1)
+            and self._registers(self.sums(fmt), 1) <= _REGISTERS[self.rows]
+            and (self.tokens <= 128 or self.split == 1)
+        )
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
         total = self.stages * self.tokens * INPUTS
@@ -62,9 +75,10 @@ TABLE = Table(
         (32, ANY, ANY, W4A8Config(32, 128, stages=6, blocks_per_sm=2)),
         (64, 12288, ANY, W4A8Config(64, 128, split=2)),
         (64, ANY, ANY, W4A8Config(64, 256, stages=6)),
+        (64, ANY, ANY, W4A8Config(64, 128)),
         (128, 6144, ANY, W4A8Config(64, 128, split=2, stages=4)),
-        (128, 12288, ANY, W4A8Config(128, 128, split=2, stages=4)),
-        (256, 6144, ANY, W4A8Config(128, 128, split=2, stages=4)),
-        (ANY, ANY, ANY, W4A8Config(128, 128, stages=4)),
+        (128, 12288, ANY, W4A8Config(128, 128, split=2, stages=4, parts=2)),
+        (256, 6144, ANY, W4A8Config(128, 128, split=2, stages=4, parts=2)),
+        (ANY, ANY, ANY, W4A8Config(128, 128, stages=4, parts=2)),
     )
 )

@@ -7,7 +7,7 @@ import torch
 from halfbyte.kernels.hopper.blocks import INPUTS
 from halfbyte.kernels.hopper.compiler import Source
 from halfbyte.kernels.hopper.driver import pointer, tensor_map
-from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Problem, is_packed, launch, require
+from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Problem, is_bias, is_packed, launch, require
 from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import FORMAT
 from halfbyte.kernels.hopper.w4a8_fp8_scales_config import TABLE, W4A8Fp8ScalesConfig
 
@@ -66,6 +66,11 @@ def run_w4a8_fp8_scales(
         ),
         (is_packed(weight, x, out, FORMAT), f"weight must be packed for {out.shape[1]} x {inputs}", weight),
         (
+            is_bias(bias, out),
+            f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
+            bias,
+        ),
+        (
             out.dtype in OUTPUTS and out.shape[1] % 8 == 0,
             "out must be bfloat16 or float16 with a multiple of 8 columns",
             out,
@@ -82,7 +87,6 @@ def w4a8_fp8_scales_source(config: W4A8Fp8ScalesConfig, out_dtype: torch.dtype) 
     """The kernel for one configuration."""
     defines = {
         **config.defines(FORMAT),
-        "COLUMNS": config.tokens,
         "Scale": "Multiples",
         "Out": NAMES[out_dtype],
     }

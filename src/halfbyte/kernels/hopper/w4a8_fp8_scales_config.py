@@ -13,7 +13,7 @@ class W4A8Fp8ScalesConfig(TileConfig):
     """See :class:`TileConfig`."""
 
     def takes(self, fmt: BlockFormat) -> bool:
-        return self.stages % 2 == 0
+        return self.stages % 2 == 0 and self.parts == 1 and (self.tokens <= 128 or self.split == 1)
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
         total = self.stages * self.tokens * INPUTS
@@ -34,6 +34,7 @@ TABLE = Table(
         (32, ANY, ANY, W4A8Fp8ScalesConfig(32, 128, stages=6, blocks_per_sm=2)),
         (64, 12288, ANY, W4A8Fp8ScalesConfig(64, 128, split=2)),
         (64, ANY, ANY, W4A8Fp8ScalesConfig(64, 128)),
-        (ANY, ANY, ANY, W4A8Fp8ScalesConfig(128, 128, stages=6)),
+        (512, ANY, ANY, W4A8Fp8ScalesConfig(128, 128, stages=6)),
+        (ANY, ANY, ANY, W4A8Fp8ScalesConfig(256, 128, stages=4)),
     )
 )

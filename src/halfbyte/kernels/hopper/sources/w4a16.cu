@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
                     for (int i = 0; i < PER_GROUP; ++i) {
                         const int step = g * PER_GROUP + i;
                         if (part == 0) convert(a[step], codes[step], magic, zero);
-                        if (i % 4 == 0) mma_fence();
+                        mma_fence();  // registers of codes were written since the last one
                         mma(sum, a[step], x + step / 4 * (BOX / 16) + part * COLUMNS * 8 + step % 4 * 2, i > 0);
                         if (i % 4 == 3) mma_commit();
                     }

@@ -11,11 +11,14 @@ constexpr int BATCH = 16;  // groups whose offsets are multiplied at once
 constexpr bool SPLIT_OFFSETS = ZERO_POINTS || !Scale::FITS_BF16;
 constexpr int SUM_BYTES = TOKENS * BATCH * 2;  // of one part (high or low) of a batch
 constexpr int KEPT = STAGES + BATCH / GROUPS;  // stages whose scales are kept for it, those in flight among them
-// Two parts at a time, so that one is multiplied while the other is promoted; one where registers are short.
-constexpr int SUMS = GROUPS * PARTS > 1 && TOKENS <= 192 ? 2 : 1;
+constexpr int STEPS = GROUPS * PARTS;  // products of one stage, each promoted by itself
+// With two sums and the next codes in registers of their own, the tensor cores need not run dry between stages: a step is
+// promoted under the products of the step after it, also if that is the next stage's first one.
+constexpr bool CARRY = MANY && AHEAD && SUMS == 2;
 constexpr float HALF_CODE = -0.5f / 256;
 constexpr float SUM_FACTOR = ZERO_POINTS ? 1.0f : HALF_CODE;  // what the kept scales are short of
 static_assert(!MANY || BATCH / GROUPS % STAGES == 0, "a batch ends where the unrolled stages end");
+static_assert(!AHEAD || STAGES % 2 == 0, "stages take turns with two sets of codes");
 
 struct Shared {
     alignas(1024) u8 x[STAGES][TOKENS * 128];
@@ -106,8 +109,8 @@ __device__ __forceinline__ void load_sums(Shared& shared, const Problem& p, cons
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
-    const __grid_constant__ TensorMap x_map, const float* __restrict__ sums, const u8* __restrict__ weights,
-    const float* __restrict__ x_scale, const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
+    const __grid_constant__ TensorMap x_map, const float* sums, const u8* __restrict__ weights,
+    const float* x_scale, const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
     extern __shared__ __align__(1024) u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Pipeline& pipeline = shared.pipeline;
@@ -199,21 +202,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             ++batch;
             batch_begin = unit_count;
         };
-        auto unit = [&](int stage, const u32(&a)[4][4], u32(&a_next)[4][4], bool last) {
+        float sum[SUMS][PART_SUMS], scale_before[2];
+        // One stage. follows: the last step of the stage before it is still to be promoted. carries: so is this one's.
+        auto unit = [&](int stage, const u32(&a)[4][4], u32(&a_next)[4][4], bool last, bool follows, bool carries) {
             const int next_stage = (stage + 1) % STAGES;
             const u32 x = x_low + stage * TOKENS * 8;
             const u8* block = shared.weights[stage][warpgroup];
             const Scale* scales = reinterpret_cast<const Scale*>(block + 4096) + row;
             const Half* zeros = reinterpret_cast<const Half*>(block + 4096 + SCALES_BYTES) + row;
-            float sum[SUMS][PART_SUMS], scale[GROUPS][2], zero[GROUPS][2];
+            float scale[GROUPS][2], zero[GROUPS][2];
             float2 token_sums[GROUPS][MANY ? 1 : TOKENS / 8];
-            constexpr int STEPS = GROUPS * PARTS, PER_GROUP = 4 / GROUPS;
+            constexpr int PER_GROUP = 4 / GROUPS;
+            auto sum_of = [&](int step) -> float(&)[PART_SUMS] { return sum[(stage * STEPS + step + STEPS) % SUMS]; };
             auto multiply = [&](int step) {
                 const int g = step / PARTS, part = step % PARTS;
                 mma_fence();
 #pragma unroll
                 for (int s = 0; s < PER_GROUP; ++s)
-                    mma(sum[step % SUMS], a[g * PER_GROUP + s], x + part * COLUMNS * 8 + (g * PER_GROUP + s) * 2, s > 0);
+                    mma(sum_of(step), a[g * PER_GROUP + s], x + part * COLUMNS * 8 + (g * PER_GROUP + s) * 2, s > 0);
                 mma_commit();
             };
             auto promote = [&](int step) {
@@ -221,16 +227,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
                 for (int j = 0; j < PART_SUMS; ++j) {
                     const int half = j / 2 % 2;
-                    float value = sum[step % SUMS][j];
+                    float value = sum_of(step)[j];
                     if constexpr (!MANY)
                         value = fmaf(zero[g][half], j % 2 ? token_sums[g][j / 4].y : token_sums[g][j / 4].x, value);
                     total[part][j] += scale[g][half] * value;
                 }
             };
+            auto promote_before = [&] {
+#pragma unroll
+                for (int j = 0; j < PART_SUMS; ++j) total[PARTS - 1][j] += scale_before[j / 2 % 2] * sum_of(-1)[j];
+            };
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 multiply(step);
-                // While the tensor cores work: the group's scales, and at the end the next stage's codes.
+                // While the tensor cores work: the group's scales, the step before, the next stage's codes.
                 if (step % PARTS == 0) {
                     const int g = step / PARTS;
 #pragma unroll
@@ -244,30 +254,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                             token_sums[g][j] = *reinterpret_cast<const float2*>(&shared.sums[stage][g][column + 8 * j]);
                     }
                 }
-                if (AHEAD && step == STEPS - 1 && !last) wait_and_convert(next_stage, a_next);
+                if (SUMS > 1 && (step > 0 || follows)) {
+                    mma_wait<1>();
+                    if (step > 0) {
+                        promote(step - 1);
+                    } else {
+                        promote_before();
+                        pipeline.leave((stage + STAGES - 1) % STAGES, place);
+                    }
+                }
+                if (AHEAD && !last && step == (CARRY ? 0 : STEPS - 1)) wait_and_convert(next_stage, a_next);
                 if (SUMS == 1) {
                     mma_wait<0>();
                     promote(step);
-                } else if (step > 0) {
-                    mma_wait<1>();
-                    promote(step - 1);
                 }
             }
-            if constexpr (SUMS > 1) {
-                mma_wait<0>();
-                promote(STEPS - 1);
+            if (carries) {
+                scale_before[0] = scale[GROUPS - 1][0], scale_before[1] = scale[GROUPS - 1][1];
+            } else {
+                if constexpr (SUMS > 1) {
+                    mma_wait<0>();
+                    promote(STEPS - 1);
+                }
+                pipeline.leave(stage, place);
             }
-            pipeline.leave(stage, place);
             ++unit_count;
             if (!AHEAD && !last) wait_and_convert(next_stage, a_next);
         };
         u32 a[AHEAD ? 2 : 1][4][4];
+        auto codes_of = [&](int stage) -> u32(&)[4][4] { return a[AHEAD ? stage % 2 : 0]; };
         int left = place.k_end - place.k_begin;  // a cluster's block may have nothing to do
-        if (left > 0) wait_and_convert(0, a[0]);
+        if (left > 0) wait_and_convert(0, codes_of(0));
+        if constexpr (CARRY) {  // whole rounds have no branches: products in flight do not outlive one
+            for (; left >= STAGES; left -= STAGES) {
+#pragma unroll
+                for (int stage = 0; stage < STAGES; ++stage) {
+                    const bool ends = stage == STAGES - 1;
+                    unit(stage, codes_of(stage), codes_of(stage + 1), ends && left == STAGES, stage > 0, !ends);
+                }
+                if (left == STAGES || (unit_count - batch_begin) * GROUPS == BATCH) apply_offsets();
+            }
+        }
         while (left > 0) {
 #pragma unroll
             for (int stage = 0; stage < STAGES; ++stage) {
-                if (left > 0) unit(stage, a[AHEAD ? stage % 2 : 0], a[AHEAD ? (stage + 1) % 2 : 0], left == 1);
+                if (left > 0) unit(stage, codes_of(stage), codes_of(stage + 1), left == 1, false, false);
                 --left;
             }
             if (MANY && (left <= 0 || (unit_count - batch_begin) * GROUPS == BATCH)) apply_offsets();

@@ -51,7 +51,7 @@ __device__ __forceinline__ void convert(u32 (&a)[4][4], const u8* block, int thr
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_scales(
     const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ channel_scale,
-    const float* __restrict__ x_scale, const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
+    const float* x_scale, const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
     extern __shared__ __align__(1024) u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Pipeline& pipeline = shared.pipeline;
@@ -95,23 +95,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
             barrier_wait(shared_address(&pipeline.full[stage]), phases.next(stage));
             convert(a, shared.weights[stage][warpgroup], thread, row, order);
         };
+        // follows: products of the stage before are still running. carries: this one's go on under the next one's.
         u32 a[2][4][4];
+        auto unit = [&](int stage, bool last, bool follows, bool carries) {
+            mma_fence();
+#pragma unroll
+            for (int s = 0; s < 4; ++s) mma(sum, a[stage % 2][s], x_low + stage * TOKENS * 8 + s * 2, true);
+            mma_commit();
+            if (follows) {
+                mma_wait<1>();
+                pipeline.leave(stage - 1, place);
+            }
+            if (!last) wait_and_convert((stage + 1) % STAGES, a[(stage + 1) % 2]);
+            if (!carries) {
+                mma_wait<0>();
+                pipeline.leave(stage, place);
+            }
+        };
         int left = place.k_end - place.k_begin;
         if (left > 0) wait_and_convert(0, a[0]);
-        while (left > 0) {
+        for (; left >= STAGES; left -= STAGES) {  // whole rounds have no branches: products do not outlive one
 #pragma unroll
             for (int stage = 0; stage < STAGES; ++stage) {
-                if (left > 0) {
-                    mma_fence();
-#pragma unroll
-                    for (int s = 0; s < 4; ++s) mma(sum, a[stage % 2][s], x_low + stage * TOKENS * 8 + s * 2, true);
-                    mma_commit();
-                    if (left > 1) wait_and_convert((stage + 1) % STAGES, a[(stage + 1) % 2]);
-                    mma_wait<0>();
-                    pipeline.leave(stage, place);
-                }
-                --left;
+                const bool ends = stage == STAGES - 1;
+                unit(stage, ends && left == STAGES, stage > 0, !ends);
             }
+        }
+#pragma unroll
+        for (int stage = 0; stage < STAGES; ++stage) {
+            if (left > 0) unit(stage, left == 1, false, false);
+            --left;
         }
 
         if (thread < TOKENS) shared.token_scale[thread] = of_token;
