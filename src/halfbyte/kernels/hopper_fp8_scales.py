@@ -57,7 +57,9 @@ class HopperW4A8Fp8Scales(QuantizesTokens):
     ) -> torch.Tensor:
         from halfbyte.kernels.hopper.w4a8_fp8_scales import w4a8_fp8_scales_linear
 
-        tensors = prepared.tensors
+        tensors, dtype = prepared.tensors, prepared.problem.dtype
+        if bias is not None:
+            bias = bias.to(dtype)
         return w4a8_fp8_scales_linear(
-            inputs.codes, inputs.scales, tensors["weight"], tensors["channels"], bias, prepared.problem.dtype
+            inputs.codes, inputs.scales, tensors["weight"], tensors["channels"], bias, dtype
         )

@@ -136,7 +136,7 @@ class HopperW4A8(QuantizesTokens, _HopperInt4):
         return w4a8_linear(
             *inputs,
             prepared.tensors["weight"],
-            bias,
+            None if bias is None else bias.to(problem.dtype),
             problem.out_features,
             fmt.group_size,
             fmt.scale,
@@ -175,7 +175,7 @@ class HopperW4A16(_HopperInt4):
         return w4a16_linear(
             x.contiguous(),
             prepared.tensors["weight"],
-            bias,
+            None if bias is None else bias.to(x.dtype),
             prepared.problem.out_features,
             fmt.group_size,
             fmt.scale,
