@@ -102,7 +102,7 @@ class HopperW4A8:
         return w4a8_linear(
             *inputs,
             prepared.tensors["weight"],
-            bias,
+            None if bias is None else bias.to(problem.dtype),
             problem.out_features,
             sum_group(problem.scheme),
             FLOAT_SCALE_DTYPES[weights.scale],

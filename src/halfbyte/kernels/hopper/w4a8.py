@@ -71,7 +71,7 @@ def run_w4a8(
     """:func:`w4a8_linear` cut as ``config`` says, into ``out``. Errors: operands of another dtype or layout."""
     tokens, inputs = x.shape
     features = out.shape[1]
-    _check(x, x_scale, x_sums, weight, out, group_size)
+    _check(x, x_scale, x_sums, weight, bias, out, group_size)
     problem = _Problem(
         tokens, features, -(-inputs // group_size), weight.shape[1], weight.shape[0], x_sums.shape[1], _RASTER
     )
@@ -85,10 +85,11 @@ def run_w4a8(
         x.data_ptr(), "u8", tokens, inputs, inputs, config.tokens // config.share, INPUTS, True
     )
     source = w4a8_source(config, group_size, scale_dtype, zero_points, out.dtype)
-    function(source, x.device.index)(
-        launch,
-        [x_map, *(pointer(tensor) for tensor in (x_sums, weight, x_scale, bias, out)), problem],
-    )
+    with torch.cuda.device_of(x):
+        function(source, x.device.index)(
+            launch,
+            [x_map, *(pointer(tensor) for tensor in (x_sums, weight, x_scale, bias, out)), problem],
+        )
 
 
 def w4a8_source(
@@ -117,6 +118,7 @@ def _check(
     x_scale: torch.Tensor,
     x_sums: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     out: torch.Tensor,
     group_size: int,
 ) -> None:
@@ -142,6 +144,15 @@ def _check(
             and weight.is_contiguous(),
             f"weight must be packed for {out.shape[1]} x {inputs}",
             weight,
+        ),
+        (
+            bias is None
+            or (
+                (bias.dtype, bias.shape, bias.device) == (out.dtype, out.shape[1:], out.device)
+                and bias.is_contiguous()
+            ),
+            f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
+            out if bias is None else bias,
         ),
         (out.dtype in _OUTPUTS and out.shape[1] % 8 == 0, "out must be bfloat16 or float16", out),
     )
