@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.bench.kernels import row_ops, torch_ops, vllm
+from halfbyte.bench.kernels import row_ops, run, torch_ops, vllm
 from halfbyte.bench.kernels.accuracy import WrongResultError, checked_strips, exact_rows, relative_error
 from halfbyte.bench.kernels.ceilings import H200, Work, ceilings_of, linear_work
 from halfbyte.bench.kernels.contender import MissingError
@@ -270,3 +270,26 @@ def test_activation_quantization_is_part_of_the_exact_result() -> None:
     error = relative_error(plain, x, weight, ActivationFormat("e4m3", "token"))
     assert 0.005 < error < 0.06
     assert math.isclose(relative_error(plain, x, weight, None), 0, abs_tol=1e-6)
+
+
+def test_a_shape_that_does_not_fit_is_noted_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> Operands:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(run, "gpu", lambda command: CPU)
+    monkeypatch.setattr(run, "Operands", full)
+    monkeypatch.setattr(run, "Inputs", full)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "made-up GPU")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    comparison = run.Comparison(Request(shapes=[(64, 128), (128, 256)], rows=[1, 2]))
+    steps: list[float] = []
+    *_, results = comparison.measure(lambda step=1, what=None: steps.append(step))
+    assert results.rows == []
+    reason = "OutOfMemoryError: tried to allocate 2 GiB"
+    assert [entry for entry in results.missing if entry["reason"] == reason] == [
+        {"kernel": "all kernels", "N": 64, "K": 128, "reason": reason},
+        {"kernel": "all kernels", "N": 128, "K": 256, "reason": reason},
+        {"kernel": "all ops on rows", "N": None, "K": 128, "reason": reason},
+        {"kernel": "all ops on rows", "N": None, "K": 256, "reason": reason},
+    ]
+    assert sum(steps) == comparison.steps > 0

@@ -11,6 +11,7 @@ from halfbyte.bench import latency
 from halfbyte.bench.latency import bench_latency
 from halfbyte.engines.transformers.latency import RandomLlama
 from halfbyte.engines.transformers.random_llama import LlamaShape
+from halfbyte.errors import HalfbyteError
 from halfbyte.schemes import resolve
 
 SHAPE = LlamaShape(layers=2, hidden=128, intermediate=256, heads=4, kv_heads=2, vocabulary=300)
@@ -26,7 +27,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_for_each_scheme_and_batch() -> None:
-    rows = bench_latency(build, ["bf16", "w4a8"], [1, 3], prompt_tokens=16, new_tokens=4)
+    rows = list(bench_latency(build, ["bf16", "w4a8"], [1, 3], prompt_tokens=16, new_tokens=4))
     assert [(row["scheme"], row["batch"], row["kernel"]) for row in rows] == [
         ("bf16", 1, "torch"),
         ("bf16", 3, "torch"),
@@ -89,4 +90,20 @@ def test_one_model_at_a_time() -> None:
         alive.add(model)
         return model
 
-    bench_latency(counting, ["one", "two"], [1], prompt_tokens=2, new_tokens=2)
+    assert len(list(bench_latency(counting, ["one", "two"], [1], prompt_tokens=2, new_tokens=2))) == 2
+
+
+class Full(Counting):
+    """A model that only one prompt fits beside."""
+
+    def run(self, batch: int, prompt_tokens: int, new_tokens: int) -> Counting:
+        if batch > 1:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return super().run(batch, prompt_tokens, new_tokens)
+
+
+def test_rows_come_one_by_one_until_memory_is_full() -> None:
+    rows = bench_latency(lambda scheme: Full(), ["any"], [1, 2], prompt_tokens=2, new_tokens=2)
+    assert next(rows)["batch"] == 1
+    with pytest.raises(HalfbyteError, match=r"scheme any with batch 2 does not fit .* 2 GiB"):
+        next(rows)

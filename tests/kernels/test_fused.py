@@ -78,3 +78,14 @@ def test_a_token_that_is_not_finite_stays_alone() -> None:
 @pytest.mark.parametrize(("scheme", "group"), [("w4a8", 128), ("fp8", 128), ("mxfp4", 32), ("nvfp4", 128)])
 def test_the_group_that_sums_are_over(scheme: str, group: int) -> None:
     assert sum_group(PRESETS[scheme]) == group
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)], ids=str)
+def test_dtypes_without_a_kernel_run_in_torch(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    x, weight = rows(5, 576, dtypes[0]), rows(1, 576, dtypes[1], seed=1)[0]
+    want, _ = rms_norm(x, None, weight, EPS)
+    found, _ = rms_norm(x.cuda(), None, weight.cuda(), EPS)
+    torch.testing.assert_close(found.cpu(), want)
+    if dtypes[0] == torch.float64:
+        torch.testing.assert_close(gated(x.cuda(), x.cuda(), "silu").cpu(), gated(x, x, "silu"))

@@ -47,6 +47,15 @@ def test_the_int4_kernel_says_why_not(change: dict, reason: str) -> None:
     assert reason in explain(replace(problem(), **change))["cpu-int4"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("name", ["w4a8", "w4a16", "fp8", "w8a8-int8"])
+def test_gpu_problems_are_explained_without_a_gpu(name: str) -> None:
+    reasons = explain(replace(problem(name), device=torch.device("cuda")))
+    for kernel in ("hopper-w4a8", "scaled-mm", "triton-w4a8", "triton-w4a16", "triton-fp8", "triton-int8"):
+        assert reasons[kernel]
+    assert "no CUDA GPU is there" in reasons.values()
+
+
 def test_forcing_by_name() -> None:
     assert select(problem(), force="reference").name == "reference"
     with forced_kernel("dequantize"):

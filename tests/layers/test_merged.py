@@ -95,6 +95,17 @@ def test_it_follows_its_inputs_and_so_do_its_parts() -> None:
     assert torch.equal(torch.cat([dequantize(part.unpack()) for part in parts]), want)
 
 
+def test_parts_answer_for_themselves_after_the_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharing.install(monkeypatch)
+    parts, x = layers(settled("w4a8"), biases="b.b"), inputs(3)
+    before = [(part.problem, part.static_input_scale, part(x)) for part in parts]
+    MergedLinear(parts, "model.merged")
+    for part, (problem, scale, want) in zip(parts, before, strict=True):
+        assert (part.problem, part.static_input_scale) == (problem, scale)
+        assert part.takes_quantized(x)
+        torch.testing.assert_close(part.forward_quantized(part.quantize(x), x.dtype), want)
+
+
 def test_it_runs_on_the_kernel_of_its_parts() -> None:
     with forced_kernel("reference"):
         parts = layers(settled("w4a8"))
@@ -142,10 +153,7 @@ def test_layers_without_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not merged.state_dict()
     for part, state in zip(parts, states, strict=True):
         assert all(torch.equal(tensor, state[name]) for name, tensor in part.state_dict().items())
-        assert (
-            part.weight.untyped_storage().data_ptr()
-            == merged.get_buffer("weight").untyped_storage().data_ptr()
-        )
+        assert part.weight.untyped_storage().data_ptr() == merged.weight.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize(

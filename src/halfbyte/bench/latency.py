@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 
 from halfbyte.bench.record import Row
+from halfbyte.errors import HalfbyteError
 
 _ROUNDS = 3
 
@@ -50,21 +52,32 @@ def bench_latency(
     batches: Sequence[int],
     prompt_tokens: int,
     new_tokens: int,
-) -> list[Row]:
+) -> Iterator[Row]:
     """One row for each scheme and batch. build: a model of a scheme's name; one exists at a time.
 
     ``ttft_ms``: median time from the prompts to their first new tokens. ``tpot_ms``: median time of a step; on a
     GPU between events on it, so that it is the GPU's. ``gemm_ms``: the same for a step's linear layers alone, the
     head included; ``gemm_share`` of a step. ``memory_gb``: the most that was allocated on the GPU.
+    Errors: more than the GPU's memory holds.
     """
-    rows: list[Row] = []
     for scheme in schemes:
-        model = build(scheme)
-        rows += [_row(model, scheme, batch, prompt_tokens, new_tokens) for batch in batches]
+        with _room_for(f"scheme {scheme}"):
+            model = build(scheme)
+        for batch in batches:
+            with _room_for(f"scheme {scheme} with batch {batch}"):
+                row = _row(model, scheme, batch, prompt_tokens, new_tokens)
+            yield row
         # Models refer to themselves; the next one needs the room.
         del model
         gc.collect()
-    return rows
+
+
+@contextmanager
+def _room_for(what: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise HalfbyteError(f"{what} does not fit into the GPU's memory: {error}") from error
 
 
 def _row(model: Model, scheme: str, batch: int, prompt_tokens: int, new_tokens: int) -> Row:

@@ -1,37 +1,20 @@
-"""A record of ``halfbyte bench kernels``: read back, and shown on a terminal."""
+"""Records of ``halfbyte bench kernels`` and ``tune`` on a terminal."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from halfbyte.cli import console
-from halfbyte.errors import HalfbyteError
 
 # Outside of a terminal no cell of a dozen columns has to be broken.
 _WIDE = 1000
-
-# What a record is shown by.
-_META = {"command", "commit", "date", "versions"}
-_ROW = {"kernel", "op", "scheme", "inputs", "N", "K", "M", "us", "floor_us", "rel_err"}
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Errors: a file that is no record of this command."""
-    try:
-        result = json.loads(path.read_text())
-        if result["meta"].keys() >= _META and all(row.keys() >= _ROW for row in result["rows"]):
-            return result
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise HalfbyteError(f"{path} is no record; accepted: what bench kernels wrote with --out")
 
 
 def print_record(result: dict[str, Any]) -> None:
     """One table per op and shape, then what was not measured and why."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from halfbyte.bench.kernels.table import CAPTION, comparisons, margin, missing_lines
 
@@ -39,12 +22,12 @@ def print_record(result: dict[str, Any]) -> None:
     if not shown.is_terminal:
         shown = Console(width=_WIDE, no_color=True)
     for comparison in comparisons(result["rows"]):
-        table = Table(title=comparison.title, title_justify="left")
+        table = Table(title=Text(comparison.title), title_justify="left")
         for column in ("M", "floor", *comparison.columns):
-            table.add_column(column.replace("-", "-\n"), justify="right", overflow="fold")
+            table.add_column(Text(column.replace("-", "-\n")), justify="right", overflow="fold")
         for line in comparison.lines:
             cells = ["" if cell is None else f"{cell}{'*' if cell.best else ' '}" for cell in line.cells]
-            table.add_row(*margin(line), *cells)
+            table.add_row(*map(Text, (*margin(line), *cells)))
         shown.print(table)
     shown.print(f"* {CAPTION}", markup=False, highlight=False)
     for text in missing_lines(result):
@@ -55,6 +38,7 @@ def print_tuning(rows: list[dict[str, Any]], most: int = 5) -> None:
     """The fastest configurations of each case, and where the one now in the table stands."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     shown = console.out()
     if not shown.is_terminal:
@@ -75,5 +59,5 @@ def print_tuning(rows: list[dict[str, Any]], most: int = 5) -> None:
                 f"{row['rel_err']:.1e}",
                 text,
             )
-            table.add_row(*cells, "chosen" if row["chosen"] else "")
+            table.add_row(*map(Text, (*cells, "chosen" if row["chosen"] else "")))
     shown.print(table)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from halfbyte.kernels.fused import rms_norm, triton_ops
+from halfbyte.kernels.fused import ops_for, rms_norm
 
 # Sizes D of a head that the kernels have.
 HEAD_SIZES = frozenset({16, 32, 64, 128, 256})
@@ -39,7 +39,7 @@ def rotate_and_store(
     qkv: ``[B, (Q + 2 G) * D]``, rows may lie apart. cos, sin: ``[B, D]`` or ``[1, D]``. keys, values: contiguous
     ``[B, G, L, D]``; written at slot ``position``, int64 ``[1]``.
     """
-    if qkv.is_cuda and (ops := triton_ops()):
+    if ops := ops_for(qkv, cos, sin, keys, values, *(norms or ())[:2]):
         q_weight, k_weight, eps = norms or (None, None, 0.0)
         return ops.rotate_and_store(qkv, cos, sin, q_weight, k_weight, eps, keys, values, position)
     batch, kv_heads, _, head = keys.shape
@@ -66,7 +66,7 @@ def attend(
 
     arrivals: scratch of int32 zeros for the kernel, ``B * G`` of them; zeros again afterwards.
     """
-    if query.is_cuda and (ops := triton_ops()):
+    if ops := ops_for(query, keys, values):
         return ops.attend_one(query, keys, values, visible, position, scale, arrivals)
     batch, kv_heads, _, head = keys.shape
     attended = functional.scaled_dot_product_attention(

@@ -20,6 +20,16 @@ from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_gr
 
 # Names of activations in transformers' configs that the kernels have, by what the kernels call them.
 GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# What the kernels take.
+DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
+
+def ops_for(*inputs: torch.Tensor) -> Any:
+    """``torch.ops.halfbyte`` if they are on a GPU and of one dtype that the kernels take; none otherwise."""
+    first = inputs[0]
+    if not first.is_cuda or first.dtype not in DTYPES or any(x.dtype != first.dtype for x in inputs):
+        return None
+    return triton_ops()
 
 
 @cache
@@ -37,7 +47,7 @@ def rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``weight * n(s)`` and ``s = x + residual`` (``x`` itself without one): n divides a row by its RMS, in fp32."""
-    if x.is_cuda and (ops := triton_ops()):
+    if ops := ops_for(x, weight):
         if residual is None:
             return ops.rms_norm(x, weight, eps), x
         return ops.add_rms_norm(x, residual, weight, eps)
@@ -51,7 +61,7 @@ def rms_norm_quantize(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, group: int
 ) -> tuple[QuantizedInputs, torch.Tensor]:
     """:func:`rms_norm`, its first result quantized. group: for the sums."""
-    if x.is_cuda and (ops := triton_ops()):
+    if ops := ops_for(x, weight):
         if residual is None:
             return QuantizedInputs(*ops.rms_norm_quantize_fp8(x, weight, eps, group)), x
         *quantized, total = ops.add_rms_norm_quantize_fp8(x, residual, weight, eps, group)
@@ -62,7 +72,7 @@ def rms_norm_quantize(
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """``activation(gate) * up``; a value of ``GATES``."""
-    if gate.is_cuda and (ops := triton_ops()):
+    if ops := ops_for(gate, up):
         return getattr(ops, f"{activation}_and_mul")(gate, up)
     if activation == "silu":
         return functional.silu(gate) * up
@@ -71,14 +81,14 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
 
 def gated_quantize(gate: torch.Tensor, up: torch.Tensor, activation: str, group: int) -> QuantizedInputs:
     """:func:`gated`, quantized."""
-    if gate.is_cuda and (ops := triton_ops()):
+    if ops := ops_for(gate, up):
         return QuantizedInputs(*getattr(ops, f"{activation}_and_mul_quantize_fp8")(gate, up, group))
     return quantize(gated(gate, up, activation), group)
 
 
 def quantize(x: torch.Tensor, group: int) -> QuantizedInputs:
     """Rows in E4M3 with a scale each, and their sums over groups of ``group``."""
-    if x.is_cuda and (ops := triton_ops()):
+    if ops := ops_for(x):
         return QuantizedInputs(*ops.quantize_fp8_per_token(x, group))
     codes, scales = quantize_activations(x, FP8_TOKEN)
     tokens, columns = codes.shape

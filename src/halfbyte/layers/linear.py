@@ -40,7 +40,7 @@ class QuantLinear(nn.Module):
     for bit. The layer follows its inputs: one of another dtype or on another device makes it repack for that.
     """
 
-    bias: nn.Parameter | None
+    bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -79,11 +79,15 @@ class QuantLinear(nn.Module):
     @property
     def problem(self) -> LinearProblem:
         """What the layer's kernel was chosen for; its scheme has the scale dtype that is stored."""
+        if self._borrower is not None:
+            return replace(self._borrower[0].problem, out_features=self.out_features)
         return self._ready()[1].problem
 
     @property
     def static_input_scale(self) -> torch.Tensor | None:
         """fp32 ``[1]`` of static activations, or none."""
+        if self._borrower is not None:
+            return self._borrower[0].static_input_scale
         return self._ready()[1].input_scale
 
     def repack(self, dtype: torch.dtype) -> None:
@@ -137,11 +141,15 @@ class QuantLinear(nn.Module):
 
     def takes_quantized(self, x: torch.Tensor) -> bool:
         """Whether inputs that were like ``x``, in dtype and device, may come quantized instead."""
+        if self._borrower is not None:
+            return self._borrower[0].takes_quantized(x)
         self.place(x.device, x.dtype)
         return self._kernel is not None and can_share_inputs(self._kernel, self.scheme)
 
     def quantize(self, x: torch.Tensor) -> QuantizedInputs:
         """Inputs ``[M, in]`` as :meth:`forward_quantized` takes them, if it does."""
+        if self._borrower is not None:
+            return self._borrower[0].quantize(x)
         self.place(x.device, x.dtype)
         kernel, prepared = self._sharing()
         return kernel.quantize(x, prepared)
@@ -151,6 +159,9 @@ class QuantLinear(nn.Module):
 
         Their sums must be over groups of ``sum_group(self.scheme)``.
         """
+        if self._borrower is not None:
+            other, rows = self._borrower
+            return other.forward_quantized(inputs, dtype)[..., rows]
         self.place(inputs.codes.device, dtype)
         kernel, prepared = self._sharing()
         return kernel.run_quantized(inputs, prepared, self.bias)

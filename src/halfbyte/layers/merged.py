@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.kernels.problem import LinearProblem
 from halfbyte.kernels.registry import forced_kernel, kernel_named
 from halfbyte.layers.linear import QuantLinear
+from halfbyte.layers.merged_rows import MergedRows
 
 
 class MergedLinear(QuantLinear):
@@ -30,15 +31,20 @@ class MergedLinear(QuantLinear):
             sum(part.out_features for part in parts),
             stored={},
             codec=_Concatenation(parts),
-            bias=_bias(parts, problem.dtype, problem.device),
             name=name,
         )
+        self._biases = MergedRows(parts, "bias")
         with forced_kernel(parts[0].kernel):
             self.repack(problem.dtype)
         start = 0
         for part in parts:
             part.lend(self, slice(start, start + part.out_features))
             start += part.out_features
+
+    @property
+    def bias(self) -> torch.Tensor | None:  # type: ignore[override]
+        """``[out]`` of all parts, as theirs are now; no parameter and no buffer of this layer's own."""
+        return self._biases.merged()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Nothing: the parts save themselves."""
@@ -48,25 +54,47 @@ class MergedLinear(QuantLinear):
 
 
 class MergedPlain(nn.Module):
-    """The same for layers that are not quantized: their weights become views of this one's."""
+    """The same for layers that are not quantized: their weights and biases become views of this one's.
+
+    Wherever those go afterwards, moved, copied or replaced, this one follows when it runs.
+    """
 
     def __init__(self, parts: Sequence[nn.Linear]) -> None:
+        """parts: :func:`cannot_merge` has nothing against them."""
         super().__init__()
-        weight = torch.cat([part.weight.detach() for part in parts])
-        self.out_features, self.in_features = weight.shape
-        self.register_buffer("weight", weight, persistent=False)
-        bias = _bias(parts, weight.dtype, weight.device)
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
-        for part, rows in zip(parts, weight.split([part.out_features for part in parts]), strict=True):
-            part.weight = nn.Parameter(rows, requires_grad=part.weight.requires_grad)
+        self.in_features = parts[0].in_features
+        self.out_features = sum(part.out_features for part in parts)
+        self._weights, self._biases = MergedRows(parts, "weight"), MergedRows(parts, "bias")
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """``[out, in]``"""
+        weight = self._weights.merged()
+        assert weight is not None
+        return weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """``[out]``"""
+        return self._biases.merged()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in]`` to ``[..., out]`` of all parts, one after the other."""
-        return nn.functional.linear(x, self.get_buffer("weight"), self._buffers["bias"])
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MergedPlain:
+        """What moves are the parts; memory that they have left is given up."""
+        self._weights.release()
+        self._biases.release()
+        return super()._apply(fn, recurse)
 
 
 def cannot_merge(parts: Sequence[nn.Module]) -> str:
     """Why layers cannot run as one (empty if they can): kinds or formats that differ, scales that they would share."""
+    for name in ("weight", "bias"):
+        kinds = {(t.dtype, t.device) for part in parts if (t := getattr(part, name, None)) is not None}
+        if len(kinds) > 1:
+            return "their weights or biases differ in dtype or device"
     if all(type(part) is nn.Linear for part in parts):
         return ""
     quantized = [part for part in parts if type(part) is QuantLinear]
@@ -94,20 +122,6 @@ def cannot_merge(parts: Sequence[nn.Module]) -> str:
         first.dtype,
     )
     return kernel_named(str(quantized[0].kernel)).can_implement(problem)[1]
-
-
-def _bias(
-    parts: Sequence[QuantLinear] | Sequence[nn.Linear], dtype: torch.dtype, device: torch.device
-) -> nn.Parameter | None:
-    if all(part.bias is None for part in parts):
-        return None
-    biases = [
-        torch.zeros(part.out_features, dtype=dtype, device=device)
-        if part.bias is None
-        else part.bias.detach().to(device, dtype)
-        for part in parts
-    ]
-    return nn.Parameter(torch.cat(biases), requires_grad=False)
 
 
 class _Concatenation:

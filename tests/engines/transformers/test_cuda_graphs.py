@@ -11,6 +11,7 @@ import torch
 from halfbyte.engines.transformers import cuda_graphs, session
 from halfbyte.engines.transformers.cuda_graphs import captured
 from halfbyte.engines.transformers.decoding import Frame
+from halfbyte.engines.transformers.fusion import FUSED
 from halfbyte.engines.transformers.generation import generate
 from halfbyte.engines.transformers.loading import load
 from halfbyte.engines.transformers.session import Session
@@ -103,7 +104,7 @@ def test_what_waits_runs_as_it_is_with_one_warning(
     assert answers(ready).shape == (3, NEW)
     # The device is in order afterwards: another model is captured.
     other = Session(random_model("llama").to(CUDA), Frame(3, 128))
-    assert other._step.__name__ == "replay"
+    assert isinstance(other._step, cuda_graphs.CapturedStep)
 
 
 def test_any_step_can_be_captured_or_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,6 +124,28 @@ def test_any_step_can_be_captured_or_not(caplog: pytest.LogCaptureFixture) -> No
     assert torch.cuda.get_sync_debug_mode() == 0
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tokens_come_from_a_device_that_is_not_current() -> None:
+    other = torch.device("cuda", 1)
+    model = random_model("llama").to(other)
+    ids, mask = (tensor.to(other) for tensor in prompts(padded=True))
+    want = generated(model, ids, mask, NEW).cpu()
+    ready = Session(model, Frame(3, 128))
+    with torch.cuda.device(0):
+        found = list(ready.answer(ids, mask, max_new_tokens=NEW, pad=PAD))
+    assert torch.equal(torch.stack(found, dim=1), want)
+
+
+def test_weights_that_are_loaded_into_a_fused_model() -> None:
+    model, other = random_model("qwen2").to(CUDA), random_model("qwen2", initializer_range=0.2).to(CUDA)
+    first = session.session(model, 3, PROMPT_TOKENS + NEW)
+    before = answers(first)
+    model.load_state_dict(other.state_dict())
+    after = answers(session.session(model, 3, PROMPT_TOKENS + NEW))
+    assert torch.equal(after, answers(session.session(other, 3, PROMPT_TOKENS + NEW)))
+    assert not torch.equal(after, before)
+
+
 def test_sessions_follow_weights_that_move() -> None:
     model = random_model("llama").to(CUDA)
     first = session.session(model, 3, PROMPT_TOKENS + NEW)
@@ -131,6 +154,16 @@ def test_sessions_follow_weights_that_move() -> None:
     model.to(CUDA)
     second = session.session(model, 3, PROMPT_TOKENS + NEW)
     assert torch.equal(answers(second), want)
+
+
+def test_a_loaded_model_is_fused_when_it_first_runs_here(checkpoints: Checkpoints) -> None:
+    model, _ = load(checkpoints.quantized("llama", "w4a16"))
+    model = model.to(CUDA)
+    assert FUSED not in model.model.layers[0]._modules
+    with torch.no_grad():
+        model(input_ids=prompts()[0].to(CUDA))
+    assert FUSED in model.model.layers[0]._modules
+    assert not model._forward_pre_hooks
 
 
 def test_generate_runs_on_a_session(checkpoints: Checkpoints) -> None:

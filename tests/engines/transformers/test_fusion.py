@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,19 @@ def test_config_is_untouched(checkpoints: Checkpoints) -> None:
     stored = json.loads((path / "config.json").read_text())["quantization_config"]
     assert model.config.quantization_config.to_dict()["quant_method"] == stored["quant_method"]
     assert FUSED in dict(model.model.layers[0].named_children())
+
+
+def test_a_loaded_model_is_fused_when_it_first_runs_on_a_gpu(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = load(checkpoints.plain("llama"))
+    want = logits(model)
+    layers = model.model.layers
+    assert not any(FUSED in layer._modules for layer in layers), "fused on the CPU"
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    # To fuse what is not quantized takes no device.
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    for each in (model, copied):
+        torch.testing.assert_close(logits(each), want, rtol=2e-2, atol=2e-2)
+        assert all(FUSED in layer._modules for layer in each.model.layers)
+        assert not each._forward_pre_hooks

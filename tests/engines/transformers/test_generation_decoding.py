@@ -230,10 +230,18 @@ def test_a_session_ends_when_weights_move() -> None:
         ("gemma3_text", {}, ""),
         ("gpt2", {}, ""),
         ("llama4_text", {}, "it has layers of chunked_attention"),
+        ("openai-gpt", {}, "its forward takes no past_key_values"),
     ],
 )
 def test_which_models_can_be_decoded(family: str, overrides: dict, reason: str) -> None:
     assert cannot_decode(random_model(family, **overrides)) == reason
+
+
+def test_a_cache_of_another_kind() -> None:
+    """XLM has an argument of that name too, but takes a dict there."""
+    config = transformers.XLMConfig(vocab_size=264, emb_dim=32, n_layers=1, n_heads=2)
+    model = transformers.XLMWithLMHeadModel(config)
+    assert cannot_decode(model) == "its forward takes another kind of cache"
 
 
 def test_why_a_model_cannot_be_decoded() -> None:

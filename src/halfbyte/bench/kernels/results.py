@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from halfbyte.bench.kernels.ceilings import Ceilings, Work
 from halfbyte.bench.kernels.contender import MissingError
 from halfbyte.bench.record import Row, record
@@ -29,7 +31,7 @@ class Results:
         """The usual record with the GPU and the rivals' versions, and ``missing`` beside ``rows``."""
         result = record(self.rows, command)
         result["meta"]["versions"].update(self.rivals)
-        return {"meta": {**result["meta"], "gpu": self.gpu}, "rows": result["rows"], "missing": self.missing}
+        return {**_with_gpu(result, self.gpu), "missing": self.missing}
 
     def miss(self, kernel: str, why: Exception | str, **where: Any) -> None:
         """Notes that ``kernel`` has no number, everywhere or at an op, shape and M."""
@@ -41,6 +43,15 @@ class Results:
         said = {"kernel": kernel, **where, "reason": " ".join(reason.split())[:_REASON_LENGTH]}
         if said not in self.missing:
             self.missing.append(said)
+
+
+def name_gpu(result: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+    """A record with the GPU's name in its ``meta``: of ``device`` or the current one, none where there is none."""
+    return _with_gpu(result, torch.cuda.get_device_name(device)) if torch.cuda.is_available() else result
+
+
+def _with_gpu(result: dict[str, Any], name: str) -> dict[str, Any]:
+    return {**result, "meta": {**result["meta"], "gpu": name}}
 
 
 def figures(work: Work, times: list[float], ceilings: Ceilings | None) -> Row:

@@ -53,10 +53,10 @@ class _Ready:
     times: list[float] = field(default_factory=list)
 
 
-def gpu() -> torch.device:
-    """The GPU to measure. Errors: there is none."""
+def gpu(command: str) -> torch.device:
+    """The GPU that ``command`` measures. Errors: there is none."""
     if not torch.cuda.is_available():
-        raise HalfbyteError(f"bench kernels needs a CUDA GPU; torch {torch.__version__} sees none")
+        raise HalfbyteError(f"{command} needs a CUDA GPU; torch {torch.__version__} sees none")
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -67,7 +67,7 @@ class Comparison:
     """
 
     def __init__(self, request: Request) -> None:
-        self._device = gpu()
+        self._device = gpu("bench kernels")
         self._request = request
         name = torch.cuda.get_device_name(self._device)
         self._ceilings = ceilings_of(name)
@@ -95,8 +95,7 @@ class Comparison:
                 self._measure_shape(shape)
                 yield self._results
             for width in self._widths if self._row_ops else ():
-                inputs = Inputs(width, max(self._request.rows), self._device)
-                self._measure_all(self._row_ops, inputs, {"N": None, "K": width})
+                self._measure_width(width)
         except _GpuLostError as error:
             self._results.miss("all that would have followed", str(error))
         yield self._results
@@ -120,11 +119,24 @@ class Comparison:
     def _measure_shape(self, shape: Shape) -> None:
         if not self._linear and not self._repacked:
             return
-        operands = Operands(shape, max(self._request.rows), self._device)
         where = {"N": shape[0], "K": shape[1]}
+        with self._noting("all kernels", **where) as attempt:
+            operands = Operands(shape, max(self._request.rows), self._device)
+        if attempt.failed:
+            self._advance(len(self._linear) * len(self._request.rows) + len(self._repacked))
+            return
         self._measure_all(self._linear, operands, where)
         for kernel, scheme in self._repacked:
             self._measure_repack(operands, kernel, scheme, {**where, "M": None})
+
+    def _measure_width(self, width: int) -> None:
+        where = {"N": None, "K": width}
+        with self._noting("all ops on rows", **where) as attempt:
+            inputs = Inputs(width, max(self._request.rows), self._device)
+        if attempt.failed:
+            self._advance(len(self._row_ops) * len(self._request.rows))
+            return
+        self._measure_all(self._row_ops, inputs, where)
 
     @torch.no_grad()
     def _measure_all(self, contenders: Sequence[Contender], operands: Inputs, where: Where) -> None:

@@ -6,11 +6,23 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """Launches a graph. It holds the step that the graph was made of, whose memory the graph reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    step: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 def captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -20,7 +32,7 @@ def captured(step: Callable[[], None], device: torch.device) -> Callable[[], Non
     random state is left as it was, so that draws are those of steps that were never captured.
     """
     try:
-        return _capture(step, device).replay
+        return CapturedStep(_capture(step, device), step)
     except RuntimeError as error:  # what torch raises for waiting, and CUDA for whatever it cannot record
         _warn(str(error).strip().splitlines()[0])
         return step

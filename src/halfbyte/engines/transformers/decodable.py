@@ -7,6 +7,7 @@ import inspect
 from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
+from halfbyte.engines.transformers.decoding import cache_argument
 from halfbyte.engines.transformers.visibility import KINDS, attention_kinds
 
 _ATTENTION = ("sdpa", "eager")
@@ -51,8 +52,12 @@ def cannot_decode(model: PreTrainedModel) -> str:
         return f"its cache has {', '.join(sorted(kind.__name__ for kind in unknown))}"
     if config._attn_implementation not in _ATTENTION:
         return f"its attention runs on {config._attn_implementation}"
-    if missing := {"position_ids", "logits_to_keep"} - inspect.signature(model.forward).parameters.keys():
+    parameters, cache = inspect.signature(model.forward).parameters, cache_argument(model)
+    if missing := {"position_ids", "logits_to_keep", cache} - parameters.keys():
         return f"its forward takes no {', '.join(sorted(missing))}"
+    annotation = parameters[cache].annotation
+    if annotation is not inspect.Parameter.empty and "Cache" not in str(annotation):
+        return f"its forward takes another kind of {cache}"
     if len({parameter.device for parameter in model.parameters()}) != 1:
         return "it lies on several devices"
     for field, neutral in _STEERING.items():

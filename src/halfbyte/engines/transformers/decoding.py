@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from halfbyte.engines.transformers.fixed_cache import FixedCache
 from halfbyte.engines.transformers.token_choice import TokenChoice
 from halfbyte.engines.transformers.visibility import Visibility
+from halfbyte.errors import HalfbyteError
 
 # Prompt tokens that a model reads at once: enough for the matrix products, few enough for the memory between them.
 _PROMPT_TOKENS = 1 << 15
@@ -21,13 +22,19 @@ _PROMPT_TOKENS = 1 << 15
 class Frame:
     """What a decoder's buffers are made for. batch: prompts at once. length: tokens of prompt and answer.
 
-    sampled, penalized: as :class:`TokenChoice` has them.
+    sampled, penalized: as :class:`TokenChoice` has them. Errors: no prompts; no room.
     """
 
     batch: int
     length: int
     sampled: bool = False
     penalized: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.batch, self.length) < 1:
+            raise HalfbyteError(
+                f"cannot decode {self.batch} prompts in {self.length} tokens; accepted: at least 1 of each"
+            )
 
 
 class Decoder:
@@ -36,8 +43,10 @@ class Decoder:
     :meth:`read` takes a prompt and chooses the first token; each :meth:`step` then takes the token chosen last and
     chooses the next one. A step reads and writes these buffers only and never waits for the device, so it can be
     captured as a CUDA graph; ``tokens`` (int64 ``[B]``) is where the latest choice lies. The model must outlive it.
+    The buffers outlive the inference mode of any caller.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, model: PreTrainedModel, frame: Frame) -> None:
         config = model.config.get_text_config()
         device = model.device
@@ -54,6 +63,7 @@ class Decoder:
         self._additive = model.dtype if config._attn_implementation == "eager" else None
         self._cache_argument = cache_argument(model)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def read(
         self,
@@ -74,6 +84,7 @@ class Decoder:
         self._visibility.begin(present)
         self.tokens.copy_(self._choice(logits))
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self) -> None:
         """One more token for every prompt."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import nn
 
 from halfbyte.engines.transformers.fixed_cache import FixedCache
+from halfbyte.engines.transformers.llama_like import QKV
 from halfbyte.kernels.cached_attention import HEAD_SIZES, HeadNorms, attend, rotate_and_store
 
-QKV = ("q_proj", "k_proj", "v_proj")
 # Attention that norms the heads of queries and keys, if it has norms for them, rotates all of both, and attends
 # with one scale and a mask. What others do in between cannot be seen from their parts.
 _ROTARY = frozenset(
@@ -28,14 +27,14 @@ class FusedAttention:
 
     def __init__(self, attention: Any) -> None:
         self._attention = attention
-        self._on_columns = _on_columns(attention)
+        self._columns = _columns(attention)
         self._is_rotary = type(attention).__name__ in _ROTARY and attention.head_dim in HEAD_SIZES
 
     def __call__(
         self,
         qkv: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        *args: Any,
+        *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -49,13 +48,19 @@ class FusedAttention:
             and attention_mask.dtype == torch.bool
         ):
             return self._one_token(qkv, attention_mask, cache, position_embeddings)
-        return self._on_columns(
+        return self._on_columns()(
             qkv,
-            *args,
             attention_mask=attention_mask,
             position_embeddings=position_embeddings,
             **kwargs,
         )[0]
+
+    def _on_columns(self) -> nn.Module:
+        """The attention itself as it is now, mode, hooks and all, but for its projections."""
+        view = object.__new__(type(self._attention))
+        view.__dict__.update(self._attention.__dict__)
+        view.__dict__["_modules"] = {**self._attention._modules, **self._columns}
+        return view
 
     def _one_token(
         self,
@@ -105,13 +110,11 @@ class _Columns(nn.Module):
         return projected[..., self._columns]
 
 
-def _on_columns(attention: nn.Module) -> nn.Module:
-    """``attention`` itself, hooks and all, but for its projections."""
-    start, columns = 0, {}
+def _columns(attention: nn.Module) -> dict[str, nn.Module]:
+    start = 0
+    columns: dict[str, nn.Module] = {}
     for name in QKV:
         size: Any = attention.get_submodule(name).out_features
         columns[name] = _Columns(slice(start, start + size))
         start += size
-    view = copy.copy(attention)
-    view.__dict__["_modules"] = {**attention._modules, **columns}
-    return view
+    return columns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from halfbyte.engines.transformers.fused_attention import FusedAttention
+from halfbyte.engines.transformers.untouched import Untouched
 from halfbyte.kernels.fused import GATES, gated, gated_quantize, rms_norm, rms_norm_quantize
 from halfbyte.kernels.quantized_inputs import sum_group
 from halfbyte.layers.linear import QuantLinear
@@ -21,7 +22,8 @@ class _Original:
     """The layer that is fused, of which the fused one is a child, so that it cannot be a child of that in turn."""
 
     layer: Any
-    forward: Callable[..., Any]
+    arguments: tuple[str, ...]
+    modules: Untouched
     attention: FusedAttention
 
 
@@ -36,17 +38,30 @@ class FusedLayer(nn.Module):
         self.gate_up = gate_up
         attention: Any = layer.get_submodule("self_attn")
         self._gate = GATES[attention.config.hidden_act]
-        self._original = _Original(layer, layer.forward, FusedAttention(attention))
+        arguments = tuple(inspect.signature(type(layer).forward).parameters)[2:]
+        self._original = _Original(layer, arguments, Untouched(layer), FusedAttention(attention))
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the layer's own forward, to which it leaves the work where gradients may be wanted."""
-        if torch.is_grad_enabled():
-            return self._original.forward(hidden_states, *args, **kwargs)
+        """As the forward of the layer's class.
+
+        That does the work where gradients may be wanted, where modules were replaced, patched or hooked, and for
+        norms and inputs whose dtypes have come to differ.
+        """
         layer = self._original.layer
+        if (
+            torch.is_grad_enabled()
+            or not self._original.modules.holds()
+            or any(
+                norm.weight.dtype != hidden_states.dtype
+                for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+            )
+        ):
+            return type(layer).forward(layer, hidden_states, *args, **kwargs)
+        kwargs = {**dict(zip(self._original.arguments, args, strict=False)), **kwargs}
         *lead, width = hidden_states.shape
         rows = hidden_states.reshape(-1, width)
         qkv, residual = _after_norm(layer.input_layernorm, rows, None, self.qkv)
-        attended = self._original.attention(qkv.view(*lead, -1), *args, **kwargs)
+        attended = self._original.attention(qkv.view(*lead, -1), **kwargs)
         gate_up, residual = _after_norm(
             layer.post_attention_layernorm, attended.reshape(-1, width), residual, self.gate_up
         )

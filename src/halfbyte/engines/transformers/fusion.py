@@ -3,52 +3,59 @@
 from __future__ import annotations
 
 import logging
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from halfbyte.engines.transformers.fused_attention import QKV
 from halfbyte.engines.transformers.fused_layer import FusedLayer
-from halfbyte.kernels.fused import GATES, rms_norm
+from halfbyte.engines.transformers.llama_like import GATE_UP, QKV, is_llama_like, norms_of, unlike_llama
+from halfbyte.engines.transformers.one_kernel_norm import run_in_one_kernel
+from halfbyte.engines.transformers.untouched import Untouched
+from halfbyte.kernels.fused import DTYPES
 from halfbyte.layers.linear import QuantLinear
 from halfbyte.layers.merged import MergedLinear, MergedPlain, cannot_merge
 
 logger = logging.getLogger(__name__)
 
 FUSED = "halfbyte_fused"
-GATE_UP = ("gate_proj", "up_proj")
-_FAMILIES = ("Llama", "Ministral", "Mistral", "Qwen2", "Qwen3", "SeedOss", "SmolLM3")
-# Decoder layers that norm, attend, add, norm, run a gated MLP and add, and norms that scale by their weight. Others
-# with the same parts may combine them in another way, so that parts alone do not tell.
-LLAMA_LIKE = frozenset(f"{family}DecoderLayer" for family in _FAMILIES)
-_NORMS = frozenset(f"{family}RMSNorm" for family in _FAMILIES)
 
 
+# Layers outlive the mode in which somebody first runs them.
+@torch.inference_mode(False)
+@torch.no_grad()
 def fuse(model: PreTrainedModel) -> int:
     """Run every decoder layer that is known and whose linear layers are alike as a :class:`FusedLayer`, for good.
 
     What the model computes stays the same up to the order of sums; ``state_dict`` stays the same altogether. Linear
-    layers move to the model's device first, where it is found out what kernel they run on. Idempotent.
-    Returns: the number of fused layers.
+    layers move to the model's device first, where it is found out what kernel they run on. A layer with modules that
+    somebody has replaced, patched or hooked stays as it is, and one to which that happens later runs unfused.
+    Idempotent. Returns: the number of fused layers.
     """
-    layers = [module for module in model.modules() if type(module).__name__ in LLAMA_LIKE]
+    layers = [module for module in model.modules() if is_llama_like(module, "DecoderLayer")]
     for layer in layers:
         if FUSED not in layer._modules and (reason := _fuse_layer(layer, model)):
             logger.info("A %s stays as it is: %s", type(layer).__name__, reason)
-    for norm in model.modules():
-        if type(norm).__name__ in _NORMS:
-            norm.__dict__["forward"] = MethodType(_one_kernel_norm, norm)
+    if model.dtype in DTYPES:
+        for norm in norms_of(model):
+            if norm.weight.dtype == model.dtype:
+                run_in_one_kernel(norm)
     return sum(FUSED in layer._modules for layer in layers)
 
 
-def _one_kernel_norm(norm: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    if torch.is_grad_enabled():
-        return type(norm).forward(norm, hidden_states)
-    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    return rms_norm(rows, None, norm.weight, norm.variance_epsilon)[0].view(hidden_states.shape)
+def fuse_on_gpu(model: PreTrainedModel) -> None:
+    """Have the model fused when it is first called on a CUDA device."""
+    model.register_forward_pre_hook(_fuse_if_on_gpu)
+
+
+def _fuse_if_on_gpu(model: Any, inputs: object) -> None:
+    if model.device.type != "cuda":
+        return
+    hooks = model._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is _fuse_if_on_gpu]:
+        del hooks[key]
+    fuse(model)
 
 
 def running_linears(model: PreTrainedModel) -> list[Any]:
@@ -71,12 +78,14 @@ def _groups(layer: nn.Module) -> list[tuple[Any, tuple[str, ...]]]:
 
 def _fuse_layer(layer: nn.Module, model: PreTrainedModel) -> str:
     """Why it cannot be done; empty once it is."""
-    attention: Any = layer.get_submodule("self_attn")
-    gate = attention.config.hidden_act
-    if gate not in GATES:
-        return f"its gate is {gate}"
-    if any(norm.weight.dtype != model.dtype for norm in layer.modules() if type(norm).__name__ in _NORMS):
+    if reason := unlike_llama(layer):
+        return reason
+    if model.dtype not in DTYPES:
+        return f"the kernels do not take {model.dtype}"
+    if any(norm.weight.dtype != model.dtype for norm in norms_of(layer)):
         return "its norms have another dtype than the model"
+    if "forward" in layer.__dict__ or not Untouched(layer).holds():
+        return "somebody has patched or hooked it, or modules in it"
     merged = []
     for parent, names in _groups(layer):
         parts = [parent.get_submodule(name) for name in names]

@@ -54,6 +54,7 @@ class RandomRun:
         self._prompt = torch.randint(
             model.config.vocab_size, (batch, prompt_tokens), device=model.device, generator=generator
         )
+        self._model = model  # whose weights the session reads, but does not keep
         self._session = session(model, batch, prompt_tokens + new_tokens)
         self.linears = _alone(model, batch, generator)
 

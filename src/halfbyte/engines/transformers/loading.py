@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from halfbyte.checkpoint.reader import Checkpoint
+from halfbyte.engines.transformers.fusion import fuse_on_gpu
 from halfbyte.engines.transformers.registration import registered
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.registry import forced_kernel
@@ -20,6 +21,7 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model (on the CPU, in evaluation mode) and tokenizer of the checkpoint directory ``path``.
 
+    Its decoder layers are fused when it is first called on a CUDA device.
     dtype: of everything that is not quantized, and so of the activations; the checkpoint's own unless given.
     kernel: the one that every quantized layer must run on; chosen layer by layer unless given.
     Errors: no readable checkpoint; one that is no causal language model, has no tokenizer, or does not fill
@@ -31,6 +33,7 @@ def load(
         model = _model(checkpoint.path, dtype)
     if kernel is not None and not any(isinstance(module, QuantLinear) for module in model.modules()):
         raise HalfbyteError(f"{checkpoint.path}: kernel {kernel!r} has nothing to run, no layer is quantized")
+    fuse_on_gpu(model)
     return model, tokenizer
 
 

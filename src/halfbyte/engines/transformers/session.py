@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from halfbyte.engines.transformers.cuda_graphs import captured
 from halfbyte.engines.transformers.decoding import Decoder, Frame
 from halfbyte.engines.transformers.fusion import fuse
+from halfbyte.errors import HalfbyteError
 from halfbyte.layers.linear import QuantLinear
 
 # Prompts and answers of similar lengths share buffers, and the graph captured on them.
@@ -21,6 +22,7 @@ _LENGTH_STEP = 128
 class Session:
     """Buffers for one frame and, on a CUDA device, a step that is fused and captured. Does not keep the model alive."""
 
+    @torch.inference_mode(False)
     def __init__(self, model: PreTrainedModel, frame: Frame) -> None:
         on_gpu = model.device.type == "cuda"
         if on_gpu:
@@ -30,11 +32,12 @@ class Session:
         self._step: Callable[[], None] = self.decoder.step
         if on_gpu:
             self._step = captured(self.decoder.step, model.device)
+        self._attention = _attention(model)
         self._placement = _placement(model)
 
     def still_fits(self, model: PreTrainedModel) -> bool:
-        """Whether all weights lie where they lay when the step was captured."""
-        return _placement(model) == self._placement
+        """Whether all weights lie where they lay when the step was captured, and attention runs as it did."""
+        return _attention(model) == self._attention and _placement(model) == self._placement
 
     def step(self) -> None:
         """:meth:`Decoder.step`, from the graph if there is one."""
@@ -55,7 +58,37 @@ class Session:
 
         prompt, mask: ``[B, T]``, padded on the left. stop: ids of which one ends a sequence; afterwards ``pad``
         stands in its place, until all have ended.
+        Errors: a prompt or mask that is not of the frame's shape; no room for prompt and answer.
         """
+        self._check(prompt, mask, max_new_tokens)
+        return self._answer(prompt, mask, max_new_tokens, stop, pad, temperature, penalty)
+
+    def _check(self, prompt: torch.Tensor, mask: torch.Tensor | None, max_new_tokens: int) -> None:
+        batch, length = self.frame.batch, self.frame.length
+        if prompt.dim() != 2 or prompt.shape[0] != batch or prompt.shape[1] == 0:
+            raise HalfbyteError(
+                f"the prompt has shape {list(prompt.shape)}; accepted: [{batch}, T], of at least 1 token"
+            )
+        if mask is not None and mask.shape != prompt.shape:
+            raise HalfbyteError(
+                f"the mask has shape {list(mask.shape)}; accepted: the prompt's, {list(prompt.shape)}"
+            )
+        if prompt.shape[1] + max(max_new_tokens, 1) > length:
+            raise HalfbyteError(
+                f"a prompt of {prompt.shape[1]} tokens with {max_new_tokens} new ones does not fit; "
+                f"accepted: {length} together, at least 1 of them new"
+            )
+
+    def _answer(
+        self,
+        prompt: torch.Tensor,
+        mask: torch.Tensor | None,
+        max_new_tokens: int,
+        stop: Sequence[int],
+        pad: int,
+        temperature: float,
+        penalty: float,
+    ) -> Iterator[torch.Tensor]:
         self.decoder.read(prompt, mask, temperature=temperature, penalty=penalty)
         coming = _Copy(self.decoder.tokens)
         ended = torch.zeros(self.frame.batch, dtype=torch.bool)
@@ -68,7 +101,8 @@ class Session:
                 self.step()
                 coming = _Copy(self.decoder.tokens)
             chosen = tokens.wait().masked_fill(ended, pad)
-            ended |= torch.isin(chosen, stops)
+            # Not in place: the caller may have left inference mode, or entered it, since the last token.
+            ended = ended | torch.isin(chosen, stops)
             yield chosen
             if ended.all():
                 return
@@ -98,14 +132,19 @@ class _Copy:
         if tokens.device.type == "cpu":
             self._tokens, self._arrived = tokens.clone(), None
             return
-        self._tokens = tokens.to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
+        with torch.cuda.device(tokens.device):
+            self._tokens = tokens.to("cpu", non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
 
     def wait(self) -> torch.Tensor:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tokens
+
+
+def _attention(model: PreTrainedModel) -> str | None:
+    return model.config.get_text_config()._attn_implementation
 
 
 def _placement(model: PreTrainedModel) -> tuple[int, ...]:

@@ -22,16 +22,19 @@ def gpu_conditions(problem: LinearProblem, lowest: tuple[int, int]) -> Iterator[
     device = problem.device
     yield device.type == "cuda" and not torch.version.hip, f"runs on NVIDIA GPUs, not on {device.type}"
     yield find_spec("triton") is not None, "Triton is not installed"
-    major, minor = _capability(device)
+    capability = _capability(device)
+    yield capability is not None, "no CUDA GPU is there"
+    assert capability is not None
+    major, minor = capability
     yield (
-        (major, minor) >= lowest,
+        capability >= lowest,
         f"needs compute capability {lowest[0]}.{lowest[1]} or higher, not {major}.{minor}",
     )
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
 def is_int4(weights: TensorFormat) -> bool:

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from halfbyte.errors import HalfbyteError
 from halfbyte.formats.activations import quantize_activations
 from halfbyte.formats.spec import ActivationFormat
 from halfbyte.kernels.triton.activations import quantize_fp8_per_token, quantize_int8_per_token
@@ -82,6 +83,10 @@ def quantize_fp8_per_group(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     K is a multiple of 128. A group that holds NaN or Inf gets the scale NaN, and no other changes.
     """
     check_rows("quantize_fp8_per_group", x)
+    if x.shape[1] % _GROUP:
+        raise HalfbyteError(
+            f"quantize_fp8_per_group takes rows of a multiple of {_GROUP} values, not of {x.shape[1]}"
+        )
     codes, scales = _group_outputs(x)
     rows, columns = x.shape
     if rows:
