@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional
 
 from halfbyte.formats.activations import quantize_activations
-from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs
+from halfbyte.kernels.problem import Prepared
+from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group
 
 # Names of activations in transformers' configs that the kernels have, by what the kernels call them.
 GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -94,3 +95,11 @@ def quantize(x: torch.Tensor, group: int) -> QuantizedInputs:
     values = functional.pad(codes.float(), (0, -columns % group, 0, -tokens % 4))
     sums = values.unflatten(-1, (-1, group)).sum(-1)
     return QuantizedInputs(codes, scales, sums.T.contiguous())
+
+
+class QuantizesTokens:
+    """A kernel's ``quantize``, where a token has one FP8 scale."""
+
+    def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
+        """``[M, in]`` with the sums that this weight's groups need."""
+        return quantize(x, sum_group(prepared.problem.scheme))

@@ -9,7 +9,7 @@ import torch
 
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.scales import FLOAT_SCALE_DTYPES
-from halfbyte.kernels.fused import quantize
+from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.hopper.weight_layout import INPUTS, block_bytes, pack_weight, unpack_weight
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
 from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group
@@ -18,7 +18,7 @@ from halfbyte.kernels.triton.linear_conditions import gpu_conditions, has_known_
 _OUTPUTS = (torch.bfloat16, torch.float16)
 
 
-class HopperW4A8:
+class HopperW4A8(QuantizesTokens):
     """INT4 weights and E4M3 inputs with a scale per token, by ``hopper/sources/w4a8.cu``.
 
     A scale for a whole channel, or for more than 128 inputs, is repeated for every 128.
@@ -88,9 +88,6 @@ class HopperW4A8:
 
     def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.run_quantized(self.quantize(x, prepared), prepared, bias)
-
-    def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
-        return quantize(x, sum_group(prepared.problem.scheme))
 
     def run_quantized(
         self, inputs: QuantizedInputs, prepared: Prepared, bias: torch.Tensor | None = None

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import torch
 
 from halfbyte.formats.quantized_tensor import QuantizedTensor
-from halfbyte.kernels.fused import quantize
+from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
-from halfbyte.kernels.quantized_inputs import QuantizedInputs, sum_group
+from halfbyte.kernels.quantized_inputs import QuantizedInputs
 from halfbyte.kernels.triton.linear_conditions import gpu_conditions, is_coarse, is_simple, name_of
 
 # Without it sums are promoted to fp32 on their way through K, as Hopper's FP8 tensor cores need it.
 _FAST_ACCUMULATION = False
 
 
-class ScaledMM:
+class ScaledMM(QuantizesTokens):
     """E4M3 weights with a scale per channel or tensor, E4M3 inputs with a scale per token or tensor."""
 
     name = "scaled-mm"
@@ -63,9 +63,6 @@ class ScaledMM:
         activations = prepared.problem.scheme.activations
         assert activations is not None
         return self._multiply(*quantized_inputs(x, activations, prepared.input_scale), prepared, bias)
-
-    def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
-        return quantize(x, sum_group(prepared.problem.scheme))
 
     def run_quantized(
         self, inputs: QuantizedInputs, prepared: Prepared, bias: torch.Tensor | None = None

@@ -11,9 +11,9 @@ import torch
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.quantized_tensor import QuantizedTensor
-from halfbyte.kernels.fused import quantize
+from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
-from halfbyte.kernels.quantized_inputs import QuantizedInputs, sum_group
+from halfbyte.kernels.quantized_inputs import QuantizedInputs
 from halfbyte.kernels.triton import linear_layout as layout
 from halfbyte.kernels.triton.linear_conditions import (
     LARGEST_INT8_K,
@@ -75,7 +75,7 @@ class TritonW4A16:
         return w4a16(x, t["codes"], t["scales"], t.get("zeros"), bias, _group_size(prepared.problem))
 
 
-class TritonW4A8:
+class TritonW4A8(QuantizesTokens):
     """INT4 weights and E4M3 or INT8 inputs; with INT8 also QoQ's two levels of scales."""
 
     name = "triton-w4a8"
@@ -136,9 +136,6 @@ class TritonW4A8:
     def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._multiply(*_quantized(x, prepared), prepared, bias)
 
-    def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
-        return quantize(x, sum_group(prepared.problem.scheme))
-
     def run_quantized(
         self, inputs: QuantizedInputs, prepared: Prepared, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -163,7 +160,7 @@ class TritonW4A8:
         )
 
 
-class _EightBits:
+class _EightBits(QuantizesTokens):
     """Weights that stay as they are stored."""
 
     def prepare(
@@ -251,9 +248,6 @@ class TritonFp8(_EightBits):
         else:
             yield is_simple(activations, "e4m3"), "inputs must be E4M3 with a scale per token or tensor"
         yield from gpu_conditions(problem, (8, 9))
-
-    def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
-        return quantize(x, sum_group(prepared.problem.scheme))
 
     def run_quantized(
         self, inputs: QuantizedInputs, prepared: Prepared, bias: torch.Tensor | None = None
