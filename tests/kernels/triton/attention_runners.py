@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.kernels.triton.runners import Call, poison, run
+from tests.kernels.triton.runners import Call, in_interpreter, poison, run
 
 # By call: the op's outputs, then its arguments as it left them.
 Results = list[tuple[Any, ...]]
@@ -20,17 +15,8 @@ Runner = Callable[[Sequence[Call]], Results]
 
 
 def interpreted(calls: Sequence[Call]) -> Results:
-    """All calls in a process of its own: Triton decides when it is imported how kernels run."""
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder) / "calls", Path(folder) / "results"
-        torch.save(list(calls), asked)
-        subprocess.run(
-            [sys.executable, "-m", "tests.kernels.triton.attention_interpreter", str(asked), str(answered)],
-            cwd=Path(__file__).parents[3],
-            env={**os.environ, "TRITON_INTERPRET": "1"},
-            check=True,
-        )
-        return torch.load(answered)
+    """On the CPU."""
+    return in_interpreter("attention_interpreter", calls)
 
 
 def on_gpu(calls: Sequence[Call]) -> Results:

@@ -18,18 +18,26 @@ Results = list[tuple[torch.Tensor, ...]]
 Runner = Callable[[Sequence[Call]], Results]
 
 
-def interpreted(calls: Sequence[Call]) -> Results:
-    """All calls in a process of its own: Triton decides when it is imported how kernels run."""
+def in_interpreter(module: str, calls: Sequence[Any]) -> list[Any]:
+    """All calls in a process of its own: Triton decides when it is imported how kernels run.
+
+    module: of this folder; it reads the calls from a file and writes their results to another one.
+    """
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "calls", Path(folder) / "results"
         torch.save(list(calls), asked)
         subprocess.run(
-            [sys.executable, "-m", "tests.kernels.triton.interpreter", str(asked), str(answered)],
+            [sys.executable, "-m", f"tests.kernels.triton.{module}", str(asked), str(answered)],
             cwd=Path(__file__).parents[3],
             env={**os.environ, "TRITON_INTERPRET": "1"},
             check=True,
         )
         return torch.load(answered)
+
+
+def interpreted(calls: Sequence[Call]) -> Results:
+    """On the CPU."""
+    return in_interpreter("interpreter", calls)
 
 
 def on_gpu(calls: Sequence[Call]) -> Results:
