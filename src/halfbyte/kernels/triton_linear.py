@@ -160,7 +160,7 @@ class TritonW4A8(QuantizesTokens):
         )
 
 
-class _EightBits(QuantizesTokens):
+class _EightBits:
     """Weights that stay as they are stored."""
 
     def prepare(
