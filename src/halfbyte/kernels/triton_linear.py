@@ -160,7 +160,7 @@ class TritonW4A8(QuantizesTokens):
         )
 
 
-class _EightBits(QuantizesTokens):
+class _EightBits:
     """Weights that stay as they are stored."""
 
     def prepare(
@@ -222,7 +222,7 @@ class TritonInt8(_EightBits):
         yield from gpu_conditions(problem, (8, 0))
 
 
-class TritonFp8(_EightBits):
+class TritonFp8(QuantizesTokens, _EightBits):
     """E4M3 weights and inputs: one scale per channel or tensor, or per 128 x 128 weights and 128 inputs."""
 
     name = "triton-fp8"
