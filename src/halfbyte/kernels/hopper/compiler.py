@@ -18,31 +18,24 @@ from pathlib import Path
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.hopper.instructions import warpgroup_mma
 
-ARCHITECTURE = "sm_90a"
+_OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 
 
 @dataclass(frozen=True)
 class Source:
     """One specialised kernel. file: in ``sources/``. defines: the constants that the file leaves open.
 
-    mma: (columns, operands, name) of each matrix instruction the file uses. registers: the most a thread may have.
+    mma: (columns, operands, name) of each matrix instruction the file uses.
     """
 
     file: str
     kernel: str
     defines: tuple[tuple[str, str | int], ...]
     mma: tuple[tuple[int, str, str], ...]
-    registers: int
 
     @staticmethod
-    def of(
-        file: str,
-        kernel: str,
-        defines: Mapping[str, str | int],
-        *mma: tuple[int, str, str],
-        registers: int = 255,
-    ) -> Source:
-        return Source(file, kernel, tuple(sorted(defines.items())), mma, registers)
+    def of(file: str, kernel: str, defines: Mapping[str, str | int], *mma: tuple[int, str, str]) -> Source:
+        return Source(file, kernel, tuple(sorted(defines.items())), mma)
 
     @property
     def text(self) -> str:
@@ -56,7 +49,7 @@ def machine_code(source: Source) -> bytes:
     """The cubin for ``sm_90a``, from the cache or compiled now. Errors: what the compiler says, in one message."""
     nvrtc = _nvrtc()
     version = ".".join(str(part) for part in _checked(nvrtc.nvrtcVersion()))
-    parts = [source.text, _file("hopper.cuh"), version, *_options(source)]
+    parts = [source.text, _file("hopper.cuh"), version, *_OPTIONS]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     path = _cache_directory() / f"{source.kernel}-{key[:32]}.cubin"
     if path.is_file():
@@ -73,8 +66,7 @@ def _compile(source: Source) -> bytes:
             source.text.encode(), source.file.encode(), 1, [_file("hopper.cuh").encode()], [b"hopper.cuh"]
         )
     )[0]
-    options = [option.encode() for option in _options(source)]
-    result = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    result = nvrtc.nvrtcCompileProgram(program, len(_OPTIONS), [option.encode() for option in _OPTIONS])
     if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program))[0])
         _checked(nvrtc.nvrtcGetProgramLog(program, log))
@@ -83,10 +75,6 @@ def _compile(source: Source) -> bytes:
     _checked(nvrtc.nvrtcGetCUBIN(program, code))
     _checked(nvrtc.nvrtcDestroyProgram(program))
     return bytes(code)
-
-
-def _options(source: Source) -> list[str]:
-    return [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", f"--maxrregcount={source.registers}"]
 
 
 @cache
