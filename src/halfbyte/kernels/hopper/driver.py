@@ -113,7 +113,7 @@ def tensor_map(
 ) -> ctypes.Array:
     """128 bytes that describe ``[rows, columns]`` at ``address`` and the box that one copy takes from it.
 
-    element: ``u8``, ``bf16`` (any 2 bytes) or ``f32``. pitch: bytes from row to row, a multiple of 16. What lies
+    element: ``u8`` or ``bf16`` (any 2 bytes). pitch: bytes from row to row, a multiple of 16. What lies
     outside reads as zero. swizzle: 128 bytes. (CUDA driver API, cuTensorMapEncodeTiled.)
     """
     driver = _driver()
@@ -121,7 +121,6 @@ def tensor_map(
     kind = {
         "u8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         "bf16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        "f32": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
     }[element]
     swizzles = driver.CUtensorMapSwizzle
     made = _checked(
