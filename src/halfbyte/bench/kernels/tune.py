@@ -15,8 +15,8 @@ from halfbyte.bench.kernels.ours import scheme_of
 from halfbyte.bench.kernels.timing import Replay, rotation
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.hopper import w4a8_config, w4a16_config
-from halfbyte.kernels.hopper.blocks import BlockFormat
-from halfbyte.kernels.hopper.config import MULTIPROCESSORS, Table, TileConfig, fitted
+from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
+from halfbyte.kernels.hopper.config import MULTIPROCESSORS, Table, TileConfig, ceil_div, fitted
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
 from halfbyte.kernels.problem import LinearProblem, Prepared
 
@@ -61,11 +61,13 @@ def subjects() -> dict[str, Subject]:
     }
 
 
-def candidates(config: Callable[..., TileConfig], tokens: int, features: int) -> list[TileConfig]:
+def candidates(
+    config: Callable[..., TileConfig], tokens: int, features: int, inputs: int
+) -> list[TileConfig]:
     """Configurations worth timing for so many tokens: those whose blocks fill the GPU but do not queue for it."""
     found = []
     for one in _tiles(config, tokens):
-        blocks = one.blocks(tokens, features)
+        blocks = one.schedule(tokens, features, ceil_div(inputs, INPUTS)).blocks
         enough = blocks * 2 > MULTIPROCESSORS
         queued = one.split > 1 and blocks > MULTIPROCESSORS * one.blocks_per_sm * 1.1
         if enough and not queued:
@@ -127,7 +129,7 @@ def _of_case(
     chosen = subject.table.choose(tokens, problem.out_features, problem.in_features, fmt)
     weight = operands.quantized(problem.scheme.weights)
     rows = []
-    others = candidates(subject.config, tokens, problem.out_features)
+    others = candidates(subject.config, tokens, problem.out_features, problem.in_features)
     fitting = (fitted(config, fmt) for config in (chosen, *others))
     for config in dict.fromkeys(config for config in fitting if config is not None):
         out = x.new_full((tokens, problem.out_features), torch.nan)

@@ -14,16 +14,28 @@ SHARED_BYTES = (
     227 * 1024
 )  # what one block may have; several have to fit into 228 KB with 1 KB each for the system
 ANY = 1 << 30
+MOST_SUMS = 192 * 128  # of the blocks that one multiprocessor runs together
+QUANTUM = 8  # blocks of K: what a kernel's unrolled stages take at once, or a multiple of it
 
 _PRODUCERS = 128
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """blocks: to launch. streamed: tiles, the first ones, that all of them divide. quantum: by so many blocks of K."""
+
+    blocks: int
+    streamed: int
+    quantum: int
 
 
 @dataclass(frozen=True)
 class TileConfig(ABC):
     """tokens, rows: one block's tile. split: blocks that divide K. share: blocks that load activations for each other.
 
-    stages: steps of 128 inputs in flight. blocks_per_sm: for how many the registers are divided. parts: of the tokens,
-    multiplied and promoted one after the other.
+    stages: in flight. blocks_per_sm: for how many the registers are divided. parts: of the tokens,
+    multiplied and promoted one after the other. stream: whether the tiles of the last rounds are divided evenly among
+    all blocks, along K. stage_blocks: of K in a stage.
     """
 
     tokens: int
@@ -33,6 +45,8 @@ class TileConfig(ABC):
     stages: int = 8
     blocks_per_sm: int = 1
     parts: int = 1
+    stream: bool = False
+    stage_blocks: int = 1
 
     @abstractmethod
     def shared_bytes(self, fmt: BlockFormat) -> int:
@@ -60,13 +74,37 @@ class TileConfig(ABC):
     def cluster(self) -> int:
         return self.split * self.share
 
-    def blocks(self, tokens: int, features: int) -> int:
-        """Blocks to launch: all tiles at once where K is split, else as many as can run, each with as many tiles."""
+    def schedule(self, tokens: int, features: int, blocks_k: int) -> Schedule:
+        """How many blocks to launch, and what each does.
+
+        All tiles at once where K is split, else as many blocks as can run, each with as many tiles; with ``stream``
+        the last round, which may not be full, and the one before are divided.
+        """
         tiles = ceil_div(features, self.rows * self.share) * ceil_div(tokens, self.tokens)
         if self.split > 1:
-            return tiles * self.cluster
-        rounds = ceil_div(tiles, MULTIPROCESSORS * self.blocks_per_sm // self.cluster)
-        return ceil_div(tiles, rounds) * self.cluster
+            return Schedule(tiles * self.cluster, 0, blocks_k)
+        places = MULTIPROCESSORS * self.blocks_per_sm // self.cluster
+        if self.stream and tiles % places and tiles * ceil_div(blocks_k, QUANTUM) >= places:
+            whole = max(tiles // places - 1, 0) * places
+            return Schedule(places * self.cluster, tiles - whole, QUANTUM)
+        return Schedule(ceil_div(tiles, ceil_div(tiles, places)) * self.cluster, 0, blocks_k)
+
+    @property
+    def staged_bytes(self) -> int:
+        """For sums on their way to other blocks, or for finished tokens on their way out: ``Staged``."""
+        if self.split > 1:
+            return self.tokens * self.rows * 4
+        return self.staged_tokens * self.rows * 2
+
+    @property
+    def staged_tokens(self) -> int:
+        """How many tokens of a finished tile go out at once."""
+        return min(self.tokens, 64 if self.tokens % 64 == 0 else 32)
+
+    @property
+    def pipeline_bytes(self) -> int:
+        """For barriers: ``Pipeline``."""
+        return self.stages * 16 + 8
 
     def defines(self, fmt: BlockFormat) -> dict[str, str | int]:
         """What ``linear.cuh`` leaves open, but for the numbers' types."""
@@ -76,18 +114,13 @@ class TileConfig(ABC):
             "SPLIT": self.split,
             "SHARE": self.share,
             "STAGES": self.stages,
+            "STAGE_BLOCKS": self.stage_blocks,
             "COLUMNS": self.columns,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "GROUP_SIZE": fmt.group_size,
             "ZERO_POINTS": int(fmt.zeros is not None),
             "SHARED_BYTES": self.shared_bytes(fmt),
         }
-
-    def _with_output(self, shared: int) -> int:
-        """``shared`` bytes with the staged tile and the pipeline's barriers behind them."""
-        staged = min(self.tokens, 64 if self.tokens % 64 == 0 else 32)
-        tile = self.tokens * self.rows * 4 if self.split > 1 else staged * (self.rows + 8) * 2
-        return up(up(shared, 16) + tile, 16) + self.stages * 16 + 8
 
 
 Config = TypeVar("Config", bound=TileConfig)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +11,8 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.hopper.blocks import INPUTS, ROWS, BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
 from halfbyte.kernels.hopper.config import TileConfig, ceil_div
-from halfbyte.kernels.hopper.driver import Launch, function
+from halfbyte.kernels.hopper.driver import Launch, function, pointer, tensor_map
+from halfbyte.kernels.hopper.workspace import FLAG_BYTES, space
 
 NAMES = {torch.bfloat16: "Bf16", torch.float16: "Half", torch.float32: "Float"}
 """The types of ``hopper.cuh`` by dtype."""
@@ -25,27 +25,57 @@ class Problem(ctypes.Structure):
     """``struct Problem`` of ``linear.cuh``."""
 
     _fields_ = [
-        (name, ctypes.c_int)
-        for name in ("tokens", "features", "groups", "blocks_k", "rows64", "sums_pitch", "raster")
+        *(
+            (name, ctypes.c_int)
+            for name in ("tokens", "features", "groups", "blocks_k", "rows64", "sums_pitch", "raster")
+        ),
+        *((name, ctypes.c_int) for name in ("streamed", "quantum")),
+        *((name, ctypes.c_void_p) for name in ("partials", "flags")),
     ]
 
-    @staticmethod
-    def of(
-        x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, fmt: BlockFormat, pitch: int = 0
-    ) -> Problem:
-        groups = ceil_div(x.shape[1], fmt.group_size)
-        return Problem(x.shape[0], out.shape[1], groups, weight.shape[1], weight.shape[0], pitch, _RASTER)
 
+@dataclass(frozen=True)
+class Linear:
+    """One product to run: ``x [M, K]``, packed ``weight``, ``out [M, N]``. sums_pitch: of the activations' sums."""
 
-def launch(
-    source: Source, config: TileConfig, fmt: BlockFormat, out: torch.Tensor, arguments: Sequence[Any]
-) -> None:
-    """Run the kernel for ``out [M, N]`` on the current stream."""
-    shape = Launch(
-        (config.blocks(*out.shape), 1, 1), config.threads, config.shared_bytes(fmt), config.cluster
-    )
-    with torch.cuda.device_of(out):
-        function(source, out.device.index)(shape, arguments)
+    config: TileConfig
+    fmt: BlockFormat
+    x: torch.Tensor
+    weight: torch.Tensor
+    out: torch.Tensor
+    sums_pitch: int = 0
+
+    def launch(self, source: Source, *arguments: torch.Tensor | None) -> None:
+        """Run the kernel on the current stream. arguments: what it takes between the maps and the problem."""
+        with torch.cuda.device_of(self.out):
+            maps = (self._x_map(), self._out_map())
+            problem, blocks = self._problem()
+            config = self.config
+            shape = Launch((blocks, 1, 1), config.threads, config.shared_bytes(self.fmt), config.cluster)
+            function(source, self.out.device.index)(shape, [*maps, *map(pointer, arguments), problem])
+
+    def _problem(self) -> tuple[Problem, int]:
+        (tokens, inputs), (rows64, blocks_k, _) = self.x.shape, self.weight.shape
+        features = self.out.shape[1]
+        stream = torch.cuda.current_stream().cuda_stream
+        address = space(self.out.device.index, stream) if self.config.stream else None
+        config = self.config if address else replace(self.config, stream=False)
+        schedule = config.schedule(tokens, features, blocks_k)
+        groups = ceil_div(inputs, self.fmt.group_size)
+        numbers = (tokens, features, groups, blocks_k, rows64, self.sums_pitch, _RASTER)
+        sums = address + FLAG_BYTES if address else None
+        return Problem(*numbers, schedule.streamed, schedule.quantum, sums, address), schedule.blocks
+
+    def _x_map(self) -> ctypes.Array:
+        (tokens, inputs), size = self.x.shape, self.x.element_size()
+        box = self.config.tokens // self.config.share
+        kind = "u8" if size == 1 else "bf16"
+        return tensor_map(self.x.data_ptr(), kind, tokens, inputs, inputs * size, box, 128 // size, True)
+
+    def _out_map(self) -> ctypes.Array:
+        tokens, features = self.out.shape
+        box = self.config.staged_tokens
+        return tensor_map(self.out.data_ptr(), "bf16", tokens, features, features * 2, box, ROWS, True)
 
 
 def require(op: str, *conditions: tuple[bool, str, torch.Tensor | None]) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
+from halfbyte.kernels.hopper.blocks import BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
-from halfbyte.kernels.hopper.driver import pointer, tensor_map
-from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Problem, is_bias, is_packed, launch, require
+from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Linear, is_bias, is_packed, require
 from halfbyte.kernels.hopper.w4a16_config import TABLE, W4A16Config
 
 
@@ -70,16 +69,8 @@ def run_w4a16(
             out,
         ),
     )
-    box = config.tokens // config.share
-    x_map = tensor_map(x.data_ptr(), "bf16", tokens, inputs, inputs * 2, box, INPUTS // 2, True)
-    others = (pointer(tensor) for tensor in (weight, bias, out))
-    launch(
-        w4a16_source(config, fmt, out.dtype),
-        config,
-        fmt,
-        out,
-        [x_map, *others, Problem.of(x, weight, out, fmt)],
-    )
+    linear = Linear(config, fmt, x, weight, out)
+    linear.launch(w4a16_source(config, fmt, out.dtype), weight, bias, out)
 
 
 def w4a16_source(config: W4A16Config, fmt: BlockFormat, dtype: torch.dtype) -> Source:

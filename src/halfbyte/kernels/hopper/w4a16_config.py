@@ -18,9 +18,8 @@ class W4A16Config(TileConfig):
         return self.tokens // 2 + self.columns // 2 + 32 <= most and (self.tokens <= 128 or self.split == 1)
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
-        total = self.stages * self.tokens * INPUTS * 2
-        total = up(total, 128) + self.stages * self.warpgroups * fmt.nbytes
-        return up(self._with_output(total), 1024)
+        total = up(self.stages * self.tokens * INPUTS * 2 + self.staged_bytes, 128)
+        return up(total + self.stages * self.warpgroups * fmt.nbytes + self.pipeline_bytes, 1024)
 
 
 TABLE = Table(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
+from halfbyte.kernels.hopper.blocks import BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
 from halfbyte.kernels.hopper.config import ceil_div, up
-from halfbyte.kernels.hopper.driver import pointer, tensor_map
-from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Problem, is_bias, is_packed, launch, require
+from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Linear, is_bias, is_packed, require
 from halfbyte.kernels.hopper.w4a8_config import TABLE, W4A8Config
 
 
@@ -89,11 +88,8 @@ def run_w4a8(
             out,
         ),
     )
-    box = config.tokens // config.share
-    x_map = tensor_map(x.data_ptr(), "u8", tokens, inputs, inputs, box, INPUTS, True)
-    others = (pointer(tensor) for tensor in (x_sums, weight, x_scale, bias, out))
-    problem = Problem.of(x, weight, out, fmt, x_sums.shape[1])
-    launch(w4a8_source(config, fmt, out.dtype), config, fmt, out, [x_map, *others, problem])
+    linear = Linear(config, fmt, x, weight, out, x_sums.shape[1])
+    linear.launch(w4a8_source(config, fmt, out.dtype), x_sums, weight, x_scale, bias, out)
 
 
 def w4a8_source(config: W4A8Config, fmt: BlockFormat, out_dtype: torch.dtype) -> Source:

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
 from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, up
 
-_BATCH = 16  # groups whose offsets are multiplied at once
-
-
+_ROUND = 8  # blocks of K that are unrolled, for many tokens
 # Registers of a thread that multiplies, by rows of the tile, less those for addresses and the like.
-_REGISTERS = {64: 196, 128: 196, 192: 112, 256: 84}
+_REGISTERS = {64: 184, 128: 184, 192: 116, 256: 64}
 _CODES = 16  # registers for one stage's codes
 
 
@@ -24,39 +22,42 @@ class W4A8Config(TileConfig):
 
     @property
     def many(self) -> bool:
-        """Whether offsets are a matrix product; four warpgroups have no registers left for it."""
-        return self.tokens >= 64 and self.rows < 256
+        """Whether offsets are a matrix product."""
+        return self.tokens >= 64
 
     def sums(self, fmt: BlockFormat) -> int:
         """Two where one part can be promoted while the next one is multiplied."""
-        return 2 if self.parts * fmt.groups > 1 and self._registers(2, 1) <= _REGISTERS[self.rows] else 1
+        fits = self._registers(2, 2 if self.many else 1) <= self._most
+        return 2 if (self.many or self.parts * fmt.groups > 1) and fits else 1
 
     def ahead(self, fmt: BlockFormat) -> bool:
         """Whether the next stage's codes have registers of their own."""
-        return self.many and self.tokens <= 192 and self._registers(self.sums(fmt), 2) < _REGISTERS[self.rows]
+        return self.many and self._registers(self.sums(fmt), 2) <= self._most
+
+    @property
+    def _most(self) -> int:
+        return _REGISTERS[self.rows]
 
     def _registers(self, sums: int, codes: int) -> int:
         return self.tokens // 2 + sums * self.columns // 2 + codes * _CODES
 
     def takes(self, fmt: BlockFormat) -> bool:
         if not self.many:
-            return self.tokens < 64 or fmt.groups == 1
+            return self.stage_blocks == 1
         return (
-            self.stages >= 4
-            and _BATCH // fmt.groups % self.stages == 0
-            and (self.rows <= 128 or fmt.groups == 1)
-            and self._registers(self.sums(fmt), 1) <= _REGISTERS[self.rows]
+            _ROUND % (self.stages * self.stage_blocks) == 0
+            and self._registers(1, 1) <= self._most
             and (self.tokens <= 128 or self.split == 1)
         )
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
-        total = self.stages * self.tokens * INPUTS
-        total = up(total, 128) + self.stages * self.warpgroups * fmt.nbytes
-        total = up(total, 128) + 4 * (self.tokens * _BATCH * 2 if self.many else 16)
-        kept = (self.stages + _BATCH // fmt.groups) * fmt.kept_bytes if self.many else 16
-        total = up(total, 16) + self.warpgroups * kept
-        total = up(total, 16) + (1 if self.many else self.stages) * fmt.groups * self.tokens * 4
-        return up(self._with_output(total) + self.tokens * 4 + 32, 1024)
+        blocks = self.stages * self.stage_blocks
+        total = up(blocks * self.tokens * INPUTS + self.staged_bytes, 128)
+        total = up(total + blocks * self.warpgroups * fmt.nbytes, 128)
+        total += 2 * (self.tokens * 32 if self.many else 16)
+        total += (1 if self.many else self.stages) * fmt.groups * self.tokens * 4
+        total += self.warpgroups * self.tokens * 4
+        return up(total + self.pipeline_bytes + 32, 1024)
 
 
 TABLE = Table(

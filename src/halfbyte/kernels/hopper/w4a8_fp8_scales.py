@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.kernels.hopper.blocks import INPUTS
 from halfbyte.kernels.hopper.compiler import Source
-from halfbyte.kernels.hopper.driver import pointer, tensor_map
-from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Problem, is_bias, is_packed, launch, require
+from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Linear, is_bias, is_packed, require
 from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import FORMAT
 from halfbyte.kernels.hopper.w4a8_fp8_scales_config import TABLE, W4A8Fp8ScalesConfig
 
@@ -76,11 +74,8 @@ def run_w4a8_fp8_scales(
             out,
         ),
     )
-    box = config.tokens // config.share
-    x_map = tensor_map(x.data_ptr(), "u8", tokens, inputs, inputs, box, INPUTS, True)
-    others = (pointer(tensor) for tensor in (weight, channel_scale, x_scale, bias, out))
-    problem = Problem.of(x, weight, out, FORMAT)
-    launch(w4a8_fp8_scales_source(config, out.dtype), config, FORMAT, out, [x_map, *others, problem])
+    linear = Linear(config, FORMAT, x, weight, out)
+    linear.launch(w4a8_fp8_scales_source(config, out.dtype), weight, channel_scale, x_scale, bias, out)
 
 
 def w4a8_fp8_scales_source(config: W4A8Fp8ScalesConfig, out_dtype: torch.dtype) -> Source:

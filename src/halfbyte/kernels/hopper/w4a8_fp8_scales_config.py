@@ -16,9 +16,9 @@ class W4A8Fp8ScalesConfig(TileConfig):
         return self.stages % 2 == 0 and self.parts == 1 and (self.tokens <= 128 or self.split == 1)
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
-        total = self.stages * self.tokens * INPUTS
-        total = up(total, 128) + self.stages * self.warpgroups * fmt.nbytes
-        return up(self._with_output(total) + self.tokens * 4 + self.rows * 4, 1024)
+        total = up(self.stages * self.tokens * INPUTS + self.staged_bytes, 128)
+        total += self.stages * self.warpgroups * fmt.nbytes + self.warpgroups * self.tokens * 4
+        return up(total + self.pipeline_bytes, 1024)
 
 
 TABLE = Table(

@@ -96,6 +96,29 @@ __device__ __forceinline__ void store_remote(u32 address, u32 barrier, float a, 
         : "memory");
 }
 
+// ---- Between blocks of one kernel, through global memory ---------------------------------------------------
+
+// After all threads of the warpgroup have written and met: what they have written is there for whoever sees the flag.
+__device__ __forceinline__ void raise_flag(u32* flag) {
+    asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_flag(const u32* flag) {
+    u32 raised;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(raised) : "l"(flag) : "memory");
+    while (!raised);
+}
+
+// Past the first-level cache, which other blocks' writes do not reach.
+__device__ __forceinline__ float4 load_shared_by_blocks(const float4* from) {
+    float4 value;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "l"(from)
+                 : "memory");
+    return value;
+}
+
 // ---- Copies by the tensor memory accelerator: called by a whole warp, issued once ---------------------------
 
 #define HALFBYTE_ELECTED "{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one "
@@ -148,6 +171,17 @@ __device__ __forceinline__ void copy_tile_multicast(
         : "memory");
 }
 
+// A tile from shared to global memory. A thread that has issued copies can wait until they have read what they copy.
+__device__ __forceinline__ void copy_tile_out(const TensorMap& map, int inner, int outer, u32 from) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+        "cp.async.bulk.commit_group;" ::"l"(reinterpret_cast<u64>(&map)),
+        "r"(inner), "r"(outer), "r"(from)
+        : "memory");
+}
+
+__device__ __forceinline__ void wait_for_copies_out() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<u64>(&map)) : "memory");
 }
@@ -195,6 +229,14 @@ __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
+// Two 8 x 8 matrices of 2-byte numbers, given as their fragments, into shared memory transposed. to: lane i's address is
+// where column i % 8 of matrix i / 8 goes.
+__device__ __forceinline__ void store_transposed(u32 to, u32 first, u32 second) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(first), "r"(second)
+        : "memory");
+}
+
 // ---- Numbers ---------------------------------------------------------------------------------------------
 
 struct Bf16 {
@@ -205,15 +247,13 @@ struct Bf16 {
         asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(value));
         return out;
     }
+    static __device__ __forceinline__ u32 pack(float low, float high) {
+        u32 both;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+        return both;
+    }
     __device__ __forceinline__ float value() const { return __uint_as_float(static_cast<u32>(bits) << 16); }
 };
-
-// Two numbers as BF16, the first one in the low half.
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
 
 struct Half {
     static constexpr bool FITS_BF16 = false;
@@ -222,6 +262,11 @@ struct Half {
         Half out;
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(value));
         return out;
+    }
+    static __device__ __forceinline__ u32 pack(float low, float high) {
+        u32 both;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+        return both;
     }
     __device__ __forceinline__ float value() const {
         float out;

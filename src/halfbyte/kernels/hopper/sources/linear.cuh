@@ -1,10 +1,10 @@
 // What the linear kernels share: out[m, n] = sum_k x[m, k] w[n, k], weights as the left operand of the matrix
 // instruction, from registers. A warpgroup computes 64 output features x TOKENS tokens, a block TILE_ROWS features; it
-// goes through K in stages of 128 inputs, STAGES of them in flight. Blocks form clusters of SHARE x SPLIT: SHARE blocks
+// goes through K in stages of STAGE_BLOCKS x 128 inputs, STAGES of them in flight. Blocks form clusters of SHARE x SPLIT: SHARE blocks
 // with neighbouring features load each activation once for all of them (multicast); SPLIT blocks divide K and add up
 // in each other's shared memory.
 //
-// The including file defines TOKENS, TILE_ROWS, SPLIT, SHARE, STAGES, BLOCKS_PER_SM, GROUP_SIZE, ZERO_POINTS, COLUMNS,
+// The including file defines TOKENS, TILE_ROWS, SPLIT, SHARE, STAGES, STAGE_BLOCKS, BLOCKS_PER_SM, GROUP_SIZE, ZERO_POINTS, COLUMNS,
 // SHARED_BYTES, Scale, Out.
 #pragma once
 #include "hopper.cuh"
@@ -35,20 +35,16 @@ struct Registers {
 
 struct Problem {
     int tokens, features, groups, blocks_k, rows64, sums_pitch, raster;
+    int streamed, quantum;  // tiles that all blocks divide, by so many blocks of K: Schedule
+    float4* partials;       // sums of tiles that are not finished, for each block QUADS
+    u32* flags;             // for each block and warpgroup: whether its are there; all zero between kernels
 };
 
-// Which part of the work is this block's.
+// Which part of its cluster's work is this block's.
 struct Place {
     u32 rank, neighbour, part;
-    int first_item, item_step, k_begin, k_end;
-    __device__ __forceinline__ explicit Place(const Problem& p)
-        : rank(CLUSTER > 1 ? cluster_rank() : 0),
-          neighbour(rank % SHARE),
-          part(rank / SHARE),
-          first_item(blockIdx.x / CLUSTER),
-          item_step(gridDim.x / CLUSTER),
-          k_begin(p.blocks_k * part / SPLIT),
-          k_end(p.blocks_k * (part + 1) / SPLIT) {}
+    __device__ __forceinline__ Place()
+        : rank(CLUSTER > 1 ? cluster_rank() : 0), neighbour(rank % SHARE), part(rank / SHARE) {}
 };
 
 // Which tile comes when: `raster` tiles of tokens at a time, so that blocks running together share what is in L2.
@@ -64,6 +60,52 @@ struct Tiles {
         const int high = min(raster, along_tokens - first), inside = item % width;
         token_base = (first + inside % high) * TOKENS;
         feature_tile = inside / high * SHARE;
+    }
+};
+
+// Blocks of K from k_begin to k_end of one tile.
+struct Segment {
+    int feature_tile, token_base, k_begin, k_end;
+};
+
+// The segments of one cluster: its share of the first `streamed` tiles, which are divided evenly whatever their number,
+// then whole tiles. What is missing of a tile that a cluster begins and does not finish, the clusters after it have
+// done first of all, so that nobody waits for long (stream-K: Osama et al., PPoPP 2023).
+struct Schedule {
+    const Problem& p;
+    const Tiles tiles;
+    const int me, clusters, quanta, end;
+    const u32 part;
+    int at, item;
+    __device__ __forceinline__ Schedule(const Problem& problem, const Place& place)
+        : p(problem),
+          tiles(problem),
+          me(blockIdx.x / CLUSTER),
+          clusters(gridDim.x / CLUSTER),
+          quanta((problem.blocks_k + problem.quantum - 1) / problem.quantum),
+          end(first_of(blockIdx.x / CLUSTER + 1)),
+          part(place.part),
+          at(first_of(blockIdx.x / CLUSTER)),
+          item(problem.streamed + static_cast<int>(blockIdx.x / CLUSTER)) {}
+    // Where in the streamed tiles a cluster begins, in quanta.
+    __device__ __forceinline__ int first_of(int cluster) const {
+        return static_cast<int>(static_cast<u32>(p.streamed * quanta) * cluster / clusters);
+    }
+    __device__ __forceinline__ bool next(Segment& s) {
+        if (at < end) {
+            const int tile = at / quanta, begin = at % quanta, stop = min(quanta, begin + end - at);
+            tiles.at(tile, s.feature_tile, s.token_base);
+            s.k_begin = begin * p.quantum;
+            s.k_end = min(stop * p.quantum, p.blocks_k);
+            at += stop - begin;
+            return true;
+        }
+        if (item >= tiles.count()) return false;
+        tiles.at(item, s.feature_tile, s.token_base);
+        s.k_begin = p.blocks_k * part / SPLIT;
+        s.k_end = p.blocks_k * (part + 1) / SPLIT;
+        item += clusters;
+        return true;
     }
 };
 
@@ -95,9 +137,8 @@ struct Pipeline {
         if constexpr (SPLIT > 1) barrier_expect(shared_address(&reduced), QUADS * 16);
     }
 
-    // By a warp that has read all it needs of a stage.
+    // By a warp that has read all it needs of a stage, all its threads at once.
     __device__ __forceinline__ void leave(int stage, const Place& place) {
-        __syncwarp();
         const int lane = threadIdx.x & 31;
         if constexpr (SHARE > 1) {
             if (lane < SHARE) barrier_arrive_remote(shared_address(&empty[stage]), place.rank - place.neighbour + lane);
@@ -107,14 +148,17 @@ struct Pipeline {
     }
 };
 
-// A tile on its way out, not more than 64 tokens at a time.
+// A tile on its way out, not more than 64 tokens at a time: each warpgroup's part by itself, in rows of 128 bytes whose
+// pieces of 16 bytes are permuted as the accelerator does it (swizzle).
 constexpr int STAGED_TOKENS = TOKENS < 64 ? TOKENS : TOKENS % 64 == 0 ? 64 : 32;
 static_assert(TOKENS % STAGED_TOKENS == 0);
 
 union Staged {
     alignas(16) float4 partial[SPLIT > 1 ? QUADS : 1];  // [source][this block's share]
-    alignas(16) u16 out[SPLIT > 1 ? 1 : STAGED_TOKENS][PITCH];
+    alignas(SPLIT > 1 ? 16 : 1024) u8 out[SPLIT > 1 ? 1 : WARPGROUPS][STAGED_TOKENS * 128];
 };
+
+__device__ __forceinline__ void meet_warpgroup() { named_barrier(1 + threadIdx.x / 128, 128); }
 
 // Nobody leaves while others may still send activations. (Parts of sums are waited for by who receives them.)
 __device__ __forceinline__ void leave_together() {
@@ -125,38 +169,32 @@ __device__ __forceinline__ void leave_together() {
     }
 }
 
-// One warp: the blocks of weights, stage by stage, into weights[stage][warpgroup]; with KEEP their scales and zero
-// points once more, into kept[count of stages % KEEP][warpgroup]. Weights do not depend on the previous kernel, so this
-// does not wait for it.
-template <int KEEP, class Weights, class Kept>
+// One warp: the blocks of weights, stage by stage, into weights[stage][warpgroup]. Weights do not depend on the previous
+// kernel, so this does not wait for it.
+template <class Weights>
 __device__ __forceinline__ void load_weights(
-    Pipeline& pipeline, Weights& to, Kept& kept, const Problem& p, const Place& place, const u8* weights) {
+    Pipeline& pipeline, Weights& to, const Problem& p, const Place& place, const u8* weights) {
     const u64 policy = policy_evict_first();
-    const Tiles tiles(p);
+    Schedule schedule(p, place);
+    Segment segment;
     Phases phases;
-    u32 count = 0;
-    for (int item = place.first_item; item < tiles.count(); item += place.item_step) {
-        int feature_tile, token_base;
-        tiles.at(item, feature_tile, token_base);
+    while (schedule.next(segment)) {
         const u8* from[WARPGROUPS];
 #pragma unroll
         for (int w = 0; w < WARPGROUPS; ++w) {
-            const int row64 = min((feature_tile + static_cast<int>(place.neighbour)) * WARPGROUPS + w, p.rows64 - 1);
-            from[w] = weights + (static_cast<u64>(row64) * p.blocks_k + place.k_begin) * BLOCK_BYTES;
+            const int row64 = min((segment.feature_tile + static_cast<int>(place.neighbour)) * WARPGROUPS + w, p.rows64 - 1);
+            from[w] = weights + (static_cast<u64>(row64) * p.blocks_k + segment.k_begin) * BLOCK_BYTES;
         }
-        for (int k = place.k_begin, stage = 0; k < place.k_end; ++k) {
+        for (int k = segment.k_begin, stage = 0; k < segment.k_end; k += STAGE_BLOCKS) {
             const u32 barrier = shared_address(&pipeline.full[stage]);
+            const int bytes = min(segment.k_end - k, STAGE_BLOCKS) * BLOCK_BYTES;
             barrier_wait(shared_address(&pipeline.empty[stage]), phases.next(stage) ^ 1);
-            expect_once(barrier, WARPGROUPS * (BLOCK_BYTES + (KEEP ? SCALES_BYTES + ZEROS_BYTES : 0)));
+            expect_once(barrier, WARPGROUPS * bytes);
 #pragma unroll
             for (int w = 0; w < WARPGROUPS; ++w) {
-                copy_bulk(shared_address(to[stage][w]), from[w], BLOCK_BYTES, barrier, policy);
-                if constexpr (KEEP > 0)
-                    copy_bulk(
-                        shared_address(kept[count % KEEP][w]), from[w] + 4096, SCALES_BYTES + ZEROS_BYTES, barrier, policy);
-                from[w] += BLOCK_BYTES;
+                copy_bulk(shared_address(to[stage][w]), from[w], bytes, barrier, policy);
+                from[w] += bytes;
             }
-            ++count;
             if (++stage == STAGES) stage = 0;
         }
     }
@@ -179,7 +217,7 @@ struct NothingMore {
     __device__ __forceinline__ void load(int, int, int, u32) const {}
 };
 
-// Another warp: the activations, BOXES of 128 bytes of each token a stage, into x[stage]. more: what comes with them,
+// Another warp: the activations, BOXES of 128 bytes of each token and block of K, into x[stage]. more: what comes with them,
 // bytes(k, token_base) and load(stage, k, token_base, barrier).
 template <int BOXES, class X, class More>
 __device__ __forceinline__ void load_tokens(
@@ -188,17 +226,17 @@ __device__ __forceinline__ void load_tokens(
     prefetch_map(x_map);
     wait_for_previous_kernel();
     if constexpr (SHARE > 1) cluster_wait();
-    const Tiles tiles(p);
+    Schedule schedule(p, place);
+    Segment segment;
     Phases phases;
-    for (int item = place.first_item; item < tiles.count(); item += place.item_step) {
-        int feature_tile, token_base;
-        tiles.at(item, feature_tile, token_base);
-        for (int k = place.k_begin, stage = 0; k < place.k_end; ++k) {
+    while (schedule.next(segment)) {
+        const int token_base = segment.token_base;
+        for (int k = segment.k_begin, stage = 0; k < segment.k_end; k += STAGE_BLOCKS) {
             const u32 barrier = shared_address(&pipeline.full[stage]);
+            const int boxes = min(segment.k_end - k, STAGE_BLOCKS) * BOXES;
             barrier_wait(shared_address(&pipeline.empty[stage]), phases.next(stage) ^ 1);
-            expect_once(barrier, BOXES * BOX_BYTES + more.bytes(k, token_base));
-#pragma unroll
-            for (int box = 0; box < BOXES; ++box)
+            expect_once(barrier, boxes * BOX_BYTES + more.bytes(k, token_base));
+            for (int box = 0; box < boxes; ++box)
                 load_box(
                     shared_address(x[stage]) + box * BOX_BYTES, x_map, k * 128 + box * (128 / BOXES),
                     token_base, barrier, place);
@@ -218,17 +256,52 @@ __device__ __forceinline__ int start(Pipeline& pipeline) {
     return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0) - CONSUMERS / 32;
 }
 
-// The tile's sums to memory, by all consumers. of(j): this thread's sum j; finished(sum, m, n): the result for token m
-// of the tile and feature n of the matrix.
-template <class Of, class Finished>
+// A warpgroup's sums of a segment that does not begin its tile, for the cluster that does. of(j): this thread's sum j.
+template <class Of>
+__device__ __forceinline__ void give_sums(const Problem& p, Of of) {
+    float4* const to = p.partials + static_cast<u64>(blockIdx.x) * QUADS + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS / 4; ++j)
+        to[j * CONSUMERS] = make_float4(of(4 * j), of(4 * j + 1), of(4 * j + 2), of(4 * j + 3));
+    __threadfence();
+    meet_warpgroup();
+    if (threadIdx.x % 128 == 0) raise_flag(p.flags + blockIdx.x * WARPGROUPS + threadIdx.x / 128);
+}
+
+// The other way round, after the cluster's last segment of the streamed tiles: what the clusters after it have of this
+// tile. of(j): this thread's sum j, to be added to.
+template <class Of>
+__device__ __forceinline__ void take_sums(const Problem& p, const Schedule& schedule, const Place& place, Of of) {
+    const int tile_end = (schedule.end / schedule.quanta + 1) * schedule.quanta;
+    for (int giver = schedule.me + 1, at = schedule.end; at < tile_end; ++giver) {
+        const int until = schedule.first_of(giver + 1);
+        if (until == at) continue;
+        at = until;
+        const u32 block = giver * CLUSTER + place.rank;
+        u32* const flag = p.flags + block * WARPGROUPS + threadIdx.x / 128;
+        wait_for_flag(flag);
+        const float4* const from = p.partials + static_cast<u64>(block) * QUADS + threadIdx.x;
+#pragma unroll
+        for (int j = 0; j < ACCUMULATORS / 4; ++j) {
+            const float4 more = load_shared_by_blocks(from + j * CONSUMERS);
+            of(4 * j) += more.x, of(4 * j + 1) += more.y, of(4 * j + 2) += more.z, of(4 * j + 3) += more.w;
+        }
+        meet_warpgroup();
+        if (threadIdx.x % 128 == 0) *flag = 0;
+    }
+}
+
+// A finished tile to memory, by its warpgroups. of(j): this thread's sum j. of_feature(n): what `finished` wants to know
+// of feature n of the matrix. finished(sum, m, about): the result for token m of the tile and that feature.
+template <class Of, class OfFeature, class Finished>
 __device__ __forceinline__ void store_tile(
-    Pipeline& pipeline, Staged& staged, const Problem& p, const Place& place, int feature_base, int token_base, Of of,
-    Finished finished, Out* out) {
-    const int thread = threadIdx.x, lane = thread & 31, warpgroup = thread / 128;
-    const int row = thread / 32 % 4 * 16 + lane / 4, column = lane % 4 * 2;
+    Pipeline& pipeline, Staged& staged, const Problem& p, const Place& place, const TensorMap& out_map, int feature_base,
+    int token_base, Of of, OfFeature of_feature, Finished finished, Out* out) {
+    const int thread = threadIdx.x, lane = thread & 31, warpgroup = thread / 128, warp = thread / 32 % 4;
     if constexpr (SPLIT > 1) {
         constexpr int PART = QUADS / SPLIT;
         const u32 buffer = shared_address(staged.partial), barrier = shared_address(&pipeline.reduced);
+        meet_warpgroup();  // what `finished` reads has been written
 #pragma unroll
         for (int j = 0; j < ACCUMULATORS / 4; ++j) {
             const int quad = j * CONSUMERS + thread;
@@ -253,26 +326,35 @@ __device__ __forceinline__ void store_tile(
             for (int e = 0; e < 4; ++e) {
                 const int n = feature + e / 2 * 8, m = token + e % 2;
                 if (n < p.features && token_base + m < p.tokens)
-                    out[static_cast<u64>(token_base + m) * p.features + n] = finished(values[e], m, n);
+                    out[static_cast<u64>(token_base + m) * p.features + n] = Out::of(finished(values[e], m, of_feature(n)));
             }
         }
     } else {
+        const int feature = feature_base + warpgroup * 64, column = lane % 4 * 2, in_eight = lane % 8;
+        const auto low = of_feature(feature + warp * 16 + lane / 4), high = of_feature(feature + warp * 16 + lane / 4 + 8);
+        const u32 buffer = shared_address(staged.out[warpgroup]);
+        const u32 to = buffer + in_eight * 128 + ((warp * 2 + lane / 8 % 2 ^ in_eight) << 4);
 #pragma unroll
         for (int first = 0; first < TOKENS; first += STAGED_TOKENS) {
-            if (first > 0) named_barrier(1, CONSUMERS);
+            if (thread % 128 == 0) wait_for_copies_out();  // the buffer is free
+            meet_warpgroup();
+            u32 packed[STAGED_TOKENS / 8][2];
 #pragma unroll
-            for (int j = 0; j < STAGED_TOKENS / 2; ++j) {
-                const int n = warpgroup * 64 + row + j / 2 % 2 * 8, m = j / 4 * 8 + column + j % 2;
-                staged.out[m][n] = finished(of(first / 2 + j), first + m, feature_base + n).bits;
+            for (int i = 0; i < STAGED_TOKENS / 8; ++i) {
+                const int m = first + i * 8 + column, j = first / 2 + i * 4;
+                packed[i][0] = Out::pack(finished(of(j), m, low), finished(of(j + 1), m + 1, low));
+                packed[i][1] = Out::pack(finished(of(j + 2), m, high), finished(of(j + 3), m + 1, high));
             }
-            named_barrier(1, CONSUMERS);
-            constexpr int CHUNKS = TILE_ROWS / 8;
-            for (int i = thread; i < STAGED_TOKENS * CHUNKS; i += CONSUMERS) {
-                const int m = token_base + first + i / CHUNKS, n = feature_base + i % CHUNKS * 8;
-                if (m < p.tokens && n < p.features)
-                    *reinterpret_cast<uint4*>(out + static_cast<u64>(m) * p.features + n) =
-                        *reinterpret_cast<const uint4*>(&staged.out[i / CHUNKS][i % CHUNKS * 8]);
-            }
+#pragma unroll
+            for (int i = 0; i < STAGED_TOKENS / 8; ++i) store_transposed(to + i * 1024, packed[i][0], packed[i][1]);
+            copy_engine_fence();
+            meet_warpgroup();
+            if (thread % 128 == 0 && feature < p.features) copy_tile_out(out_map, feature, token_base + first, buffer);
         }
     }
+}
+
+// Shared memory is not given up while copies still read it.
+__device__ __forceinline__ void finish_stores() {
+    if (SPLIT == 1 && threadIdx.x % 128 == 0) wait_for_copies_out();
 }

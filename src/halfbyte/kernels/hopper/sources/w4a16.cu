@@ -11,11 +11,12 @@ constexpr int BOX = TOKENS * 128;                           // 64 inputs
 
 struct Shared {
     alignas(1024) u8 x[STAGES][2][BOX];
-    alignas(128) u8 weights[STAGES][WARPGROUPS][BLOCK_BYTES];
     Staged staged;
+    alignas(128) u8 weights[STAGES][WARPGROUPS][BLOCK_BYTES];
     Pipeline pipeline;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts less");
+static_assert(STAGE_BLOCKS == 1);
 
 constexpr int PRODUCER_REGISTERS = 32;
 using Budget = Registers<PRODUCER_REGISTERS>;
@@ -41,19 +42,18 @@ __device__ __forceinline__ void convert(u32 (&a)[4], u32 codes, u32 magic, const
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
-    const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const Out* __restrict__ bias,
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map, const u8* __restrict__ weights, const Out* __restrict__ bias,
     Out* __restrict__ out, const Problem p) {
     extern __shared__ __align__(1024) u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Pipeline& pipeline = shared.pipeline;
     const int thread = threadIdx.x;
-    const Place place(p);
+    const Place place;
 
     const int role = start(pipeline);
     if (role >= 0) {
         give_registers<PRODUCER_REGISTERS>();
-        u8 nothing[1][WARPGROUPS][1];
-        if (role == 0) load_weights<0>(pipeline, shared.weights, nothing, p, place, weights);
+        if (role == 0) load_weights(pipeline, shared.weights, p, place, weights);
         if (role == 1)
             load_tokens<2>(pipeline, shared.x, p, place, x_map, NothingMore());
         else if (SHARE > 1)
@@ -70,12 +70,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
     wait_for_previous_kernel();
     if constexpr (CLUSTER > 1) cluster_wait();
 
-    const Tiles tiles(p);
+    Schedule schedule(p, place);
+    Segment segment;
     Phases phases;
-    for (int item = place.first_item; item < tiles.count(); item += place.item_step) {
-        int feature_tile, token_base;
-        tiles.at(item, feature_tile, token_base);
-        const int feature_base = (feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
+    while (schedule.next(segment)) {
+        const int token_base = segment.token_base;
+        const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
         float total[PARTS][PART_SUMS] = {};
 
         auto unit = [&](int stage) {
@@ -116,21 +116,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
             }
             pipeline.leave(stage, place);
         };
-        int left = place.k_end - place.k_begin;
+        int left = segment.k_end - segment.k_begin;
         while (left > 0) {
 #pragma unroll
             for (int stage = 0; stage < STAGES; ++stage)
                 if (left-- > 0) unit(stage);
         }
 
-        named_barrier(1, CONSUMERS);  // the tile before this one has left the staging buffer
+        auto total_of = [&](int j) -> float& { return total[j / PART_SUMS][j % PART_SUMS]; };
+        if constexpr (SPLIT == 1) {
+            if (segment.k_begin > 0) {
+                give_sums(p, total_of);
+                continue;
+            }
+            if (segment.k_end < p.blocks_k) take_sums(p, schedule, place, total_of);
+        }
         store_tile(
-            pipeline, shared.staged, p, place, feature_base, token_base,
-            [&](int j) { return total[j / PART_SUMS][j % PART_SUMS]; },
-            [&](float value, int, int n) {
-                return Out::of(value + (bias && n < p.features ? bias[n].value() : 0.0f));
-            },
-            out);
+            pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
+            [&](int n) { return bias && n < p.features ? bias[n].value() : 0.0f; },
+            [&](float value, int, float bias_of) { return value + bias_of; }, out);
     }
+    finish_stores();
     leave_together();
 }

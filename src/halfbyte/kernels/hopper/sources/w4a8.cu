@@ -3,31 +3,60 @@
 // Each group of inputs is multiplied unscaled into `sum`, then added times its scale to `total`. A code c is multiplied
 // as c + 1/2 (w4a8_codes.py); what that is too much, and zero points, are the product of `offsets` (scale times
 // -(zero point + 1/2)) and the activations' sums over each group. For few tokens (MANY = 0) that is one more addition
-// for each sum; for many it is a matrix product in BF16, sixteen groups at a time, whose operands are split in high and
-// low parts.
+// for each sum; for many it is a matrix product in BF16, eight groups at a time, whose operands are split in high and
+// low parts: high offsets with high and low sums, low offsets with high sums. It goes through `sum` as the others do: in
+// `total` it would bind the compiler to keep that in the order of the instruction's registers.
 #include "linear.cuh"
 
-constexpr int BATCH = 16;  // groups whose offsets are multiplied at once
+constexpr int OCTET = 8;  // groups whose offsets are multiplied at once
 constexpr bool SPLIT_OFFSETS = ZERO_POINTS || !Scale::FITS_BF16;
-constexpr int SUM_BYTES = TOKENS * BATCH * 2;  // of one part (high or low) of a batch
-constexpr int KEPT = STAGES + BATCH / GROUPS;  // stages whose scales are kept for it, those in flight among them
-constexpr int STEPS = GROUPS * PARTS;  // products of one stage, each promoted by itself
-// With two sums and the next codes in registers of their own, the tensor cores need not run dry between stages: a step is
-// promoted under the products of the step after it, also if that is the next stage's first one.
-constexpr bool CARRY = MANY && AHEAD && SUMS == 2;
+constexpr int SUM_BYTES = TOKENS * 16;  // of an octet, high or low
+constexpr int STEPS = GROUPS * PARTS;   // products of codes in one block of K, each promoted by itself
+// Many tokens go through K in rounds of BLOCKS, which are unrolled. In a round, octets of groups follow each other: each
+// group's parts, then those of the offsets.
+constexpr int BLOCKS = 8;
+constexpr int OCTET_STEPS = (OCTET + 1) * PARTS;
+constexpr int ROUND = BLOCKS * GROUPS / OCTET * OCTET_STEPS;
+// While a step is promoted, so many steps after it are multiplied. With AHEAD the next block's codes have registers of
+// their own, and the tensor cores need not run dry between blocks.
+constexpr int FLIGHT = SUMS - 1;
 constexpr float HALF_CODE = -0.5f / 256;
-constexpr float SUM_FACTOR = ZERO_POINTS ? 1.0f : HALF_CODE;  // what the kept scales are short of
-static_assert(!MANY || BATCH / GROUPS % STAGES == 0, "a batch ends where the unrolled stages end");
-static_assert(!AHEAD || STAGES % 2 == 0, "stages take turns with two sets of codes");
+constexpr float SUM_FACTOR = ZERO_POINTS ? 1.0f : HALF_CODE;  // what the scales as offsets are short of
+static_assert(!MANY || BLOCKS % (STAGES * STAGE_BLOCKS) == 0, "a round goes through all stages as often");
+
+// Step r of a round.
+struct Step {
+    int r, group, part;  // group: of the round; that of an octet's offsets: -1
+    __device__ __forceinline__ explicit Step(int r)
+        : r(r),
+          group(r % OCTET_STEPS < OCTET * PARTS ? r / OCTET_STEPS * OCTET + r % OCTET_STEPS / PARTS : -1),
+          part(r % PARTS) {}
+    __device__ __forceinline__ bool is_offsets() const { return group < 0; }
+    __device__ __forceinline__ int block() const { return group / GROUPS; }
+    __device__ __forceinline__ bool begins_block() const { return !is_offsets() && group % GROUPS == 0 && part == 0; }
+    __device__ __forceinline__ bool ends_block() const {
+        return !is_offsets() && group % GROUPS == GROUPS - 1 && part == PARTS - 1;
+    }
+    // Whether nothing may be in flight after it. (Without AHEAD: a block's codes give way to the next one's.)
+    __device__ __forceinline__ bool drains() const {
+        return r == ROUND - 1 || (!AHEAD && (ends_block() || (is_offsets() && part == PARTS - 1)));
+    }
+    // The first step that is not through when this one begins, if those may be all that have begun.
+    __device__ __forceinline__ int not_drained() const {
+        const int in_octet = r % OCTET_STEPS;
+        return AHEAD ? 0 : r - in_octet + (is_offsets() ? OCTET * PARTS : in_octet / STEPS * STEPS);
+    }
+};
+
+__device__ __forceinline__ int stage_of(int block) { return block / STAGE_BLOCKS % STAGES; }
 
 struct Shared {
-    alignas(1024) u8 x[STAGES][TOKENS * 128];
-    alignas(128) u8 weights[STAGES][WARPGROUPS][BLOCK_BYTES];
-    alignas(128) u8 sum_tiles[2][2][MANY ? SUM_BYTES : 16];  // [batch % 2][high, low]
-    alignas(16) u8 kept[MANY ? KEPT : 1][WARPGROUPS][MANY ? SCALES_BYTES + ZEROS_BYTES : 16];
-    alignas(16) float sums[MANY ? 1 : STAGES][GROUPS][TOKENS];
+    alignas(1024) u8 x[STAGES][STAGE_BLOCKS * TOKENS * 128];
     Staged staged;
-    alignas(16) float token_scale[TOKENS];
+    alignas(128) u8 weights[STAGES][WARPGROUPS][STAGE_BLOCKS * BLOCK_BYTES];
+    alignas(128) u8 sum_tiles[2][MANY ? 2 * SUM_BYTES : 16];  // [octet % 2]
+    alignas(16) float sums[MANY ? 1 : STAGES][GROUPS][TOKENS];
+    float token_scale[WARPGROUPS][TOKENS];
     Pipeline pipeline;
     alignas(8) u64 sums_full[2];
     alignas(8) u64 sums_empty[2];
@@ -68,54 +97,56 @@ struct FewSums {
     }
 };
 
-// A warp, for many tokens: the sums of sixteen groups at a time, as the right operand of a BF16 product (without zero
-// points they hold the offset's factor). Eight tokens x eight groups lie together (PTX ISA, wgmma, K-major without
-// swizzle).
-__device__ __forceinline__ void load_sums(Shared& shared, const Problem& p, const Place& place, const float* sums) {
+// Two warps, for many tokens: the sums of every second octet, as the right operand of a BF16 product (without zero
+// points they hold the offset's factor). Eight tokens lie together (PTX ISA, wgmma, K-major without swizzle).
+__device__ __forceinline__ void load_sums(
+    Shared& shared, const Problem& p, const Place& place, const float* sums, u32 which) {
     wait_for_previous_kernel();
-    const Tiles tiles(p);
-    const int lane = threadIdx.x & 31, last_group = min(place.k_end * GROUPS, p.groups);
-    u32 batch = 0;
-    for (int item = place.first_item; item < tiles.count(); item += place.item_step) {
-        int feature_tile, token_base;
-        tiles.at(item, feature_tile, token_base);
-        for (int group = place.k_begin * GROUPS; group < place.k_end * GROUPS; group += BATCH, ++batch) {
-            barrier_wait(shared_address(&shared.sums_empty[batch % 2]), batch / 2 % 2 ^ 1);
-            u8* const tile = shared.sum_tiles[batch % 2][0];
-            for (int i = lane; i < TOKENS * 2; i += 32) {  // a token and half of the groups
-                const int token = i / 2 % 8 + i / 16 * 8, half = i % 2 * 8, first = group + half;
-                const float* from = sums + static_cast<u64>(first) * p.sums_pitch + token_base + token;
-                const bool inside = token_base + token < p.sums_pitch;
-                float values[8];
+    Schedule schedule(p, place);
+    Segment segment;
+    const int lane = threadIdx.x & 31;
+    u32 octet = 0;
+    while (schedule.next(segment)) {
+        const int last_group = min(segment.k_end * GROUPS, p.groups);
+        for (int group = segment.k_begin * GROUPS; group < segment.k_end * GROUPS; group += OCTET, ++octet) {
+            if (octet % 2 != which) continue;
+            barrier_wait(shared_address(&shared.sums_empty[which]), octet / 2 % 2 ^ 1);
+            u8* const tile = shared.sum_tiles[which];
+#pragma unroll 2
+            for (int i = lane; i < TOKENS; i += 32) {
+                const int token = segment.token_base + i;
+                const float* from = sums + static_cast<u64>(group) * p.sums_pitch + token;
+                const int have = token < p.sums_pitch ? last_group - group : 0;
+                float values[OCTET];
 #pragma unroll
-                for (int g = 0; g < 8; ++g)
-                    values[g] =
-                        inside && first + g < last_group ? from[static_cast<u64>(g) * p.sums_pitch] * SUM_FACTOR : 0.0f;
-                u8* const to = tile + half * TOKENS * 2 + token * 16;
+                for (int g = 0; g < OCTET; ++g)
+                    values[g] = g < have ? from[static_cast<u64>(g) * p.sums_pitch] * SUM_FACTOR : 0.0f;
+                u32 high[OCTET / 2], low[OCTET / 2];
 #pragma unroll
-                for (int g = 0; g < 8; g += 2) {
-                    const u32 high = pack_bf16(values[g], values[g + 1]);
-                    const float left = values[g] - __uint_as_float(high << 16);
-                    const float right = values[g + 1] - __uint_as_float(high & 0xFFFF0000);
-                    *reinterpret_cast<u32*>(to + g * 2) = high;
-                    *reinterpret_cast<u32*>(to + SUM_BYTES + g * 2) = pack_bf16(left, right);
+                for (int pair = 0; pair < OCTET / 2; ++pair) {
+                    const float first = values[pair * 2], second = values[pair * 2 + 1];
+                    high[pair] = Bf16::pack(first, second);
+                    low[pair] = Bf16::pack(
+                        first - __uint_as_float(high[pair] << 16), second - __uint_as_float(high[pair] & 0xFFFF0000));
                 }
+                *reinterpret_cast<uint4*>(tile + i * 16) = make_uint4(high[0], high[1], high[2], high[3]);
+                *reinterpret_cast<uint4*>(tile + SUM_BYTES + i * 16) = make_uint4(low[0], low[1], low[2], low[3]);
             }
             copy_engine_fence();
             __syncwarp();
-            if (lane == 0) barrier_arrive(shared_address(&shared.sums_full[batch % 2]));
+            if (lane == 0) barrier_arrive(shared_address(&shared.sums_full[which]));
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
-    const __grid_constant__ TensorMap x_map, const float* sums, const u8* __restrict__ weights,
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map, const float* sums, const u8* __restrict__ weights,
     const float* x_scale, const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
     extern __shared__ __align__(1024) u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Pipeline& pipeline = shared.pipeline;
     const int thread = threadIdx.x;
-    const Place place(p);
+    const Place place;
 
     if (thread == 0) {
         for (int i = 0; i < 2; ++i) {
@@ -130,12 +161,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
     const int role = start(pipeline);
     if (role >= 0) {
         give_registers<PRODUCER_REGISTERS>();
-        if (role == 0) load_weights<MANY ? KEPT : 0>(pipeline, shared.weights, shared.kept, p, place, weights);
+        if (role == 0) load_weights(pipeline, shared.weights, p, place, weights);
         if (role == 1)
             load_tokens<1>(pipeline, shared.x, p, place, x_map, FewSums{shared, p, sums});
         else if (SHARE > 1)
             cluster_wait();
-        if (MANY && role == 2) load_sums(shared, p, place, sums);
+        if (MANY && role >= 2) load_sums(shared, p, place, sums, role - 2);
         leave_together();
         return;
     }
@@ -148,171 +179,232 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
     wait_for_previous_kernel();
     if constexpr (CLUSTER > 1) cluster_wait();
 
-    const Tiles tiles(p);
+    Schedule schedule(p, place);
+    Segment segment;
     Phases phases;
-    u32 unit_count = 0, batch = 0;
-    for (int item = place.first_item; item < tiles.count(); item += place.item_step) {
-        int feature_tile, token_base;
-        tiles.at(item, feature_tile, token_base);
-        const int feature_base = (feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
-        const float token_scale =
-            thread < TOKENS && token_base + thread < p.tokens ? x_scale[token_base + thread] * 256.0f : 0.0f;
-
-        float total[PARTS][PART_SUMS] = {};
-        u32 batch_begin = unit_count;
-
-        auto wait_and_convert = [&](int stage, u32(&a)[4][4]) {
-            barrier_wait(shared_address(&pipeline.full[stage]), phases.next(stage));
-            convert(a, reinterpret_cast<const uint4*>(shared.weights[stage][warpgroup]) + thread % 128, ones);
-        };
-        // total += offsets @ sums of the groups since `batch_begin`. This thread's part of the left operand: its two
-        // rows, groups 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of the sixteen.
-        auto apply_offsets = [&] {
-            u32 offsets[SPLIT_OFFSETS ? 2 : 1][4];
+    u32 octets = 0;
+    while (schedule.next(segment)) {
+        const int token_base = segment.token_base;
+        const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
+        float of_token[(TOKENS + 127) / 128];  // read now, wanted at the end
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float pair[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const u32 group = column + i / 2 * 8 + e, at = row + i % 2 * 8 + group % GROUPS * 64;
-                    const u8* kept = shared.kept[(batch_begin + group / GROUPS) % KEPT][warpgroup];
-                    const float scale = reinterpret_cast<const Scale*>(kept)[at].value();
-                    const float zero = ZERO_POINTS ? reinterpret_cast<const Half*>(kept + SCALES_BYTES)[at].value() : 1.0f;
-                    pair[e] = group < (unit_count - batch_begin) * GROUPS ? scale * zero : 0.0f;
-                }
-                offsets[0][i] = pack_bf16(pair[0], pair[1]);
-                if constexpr (SPLIT_OFFSETS)
-                    offsets[1][i] = pack_bf16(
-                        pair[0] - __uint_as_float(offsets[0][i] << 16), pair[1] - __uint_as_float(offsets[0][i] & 0xFFFF0000));
-            }
-            barrier_wait(shared_address(&shared.sums_full[batch % 2]), batch / 2 % 2);
-            const u64 high = plain_tile(shared_address(shared.sum_tiles[batch % 2][0]), TOKENS * 16);
-            const u64 low = plain_tile(shared_address(shared.sum_tiles[batch % 2][1]), TOKENS * 16);
+        for (int i = 0; i < TOKENS; i += 128) {
+            const int token = token_base + i + thread % 128;
+            of_token[i / 128] = token < p.tokens ? x_scale[token] : 0.0f;
+        }
+        float total[PARTS][PART_SUMS] = {}, sum[SUMS][PART_SUMS];
+        u32 a[AHEAD ? 2 : 1][4][4];
+        auto codes_of = [&](int block) -> u32(&)[4][4] { return a[AHEAD ? block % 2 : 0]; };
+        auto multiply = [&](float(&to)[PART_SUMS], int block, int g, int part) {
+            const u32 x =
+                x_low + ((stage_of(block) * STAGE_BLOCKS + block % STAGE_BLOCKS) * TOKENS + part * COLUMNS) * 8;
             mma_fence();
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-                mma_bf16(total[part], offsets[0], high + part * COLUMNS, true);
-                mma_bf16(total[part], offsets[0], low + part * COLUMNS, true);
-                if constexpr (SPLIT_OFFSETS) mma_bf16(total[part], offsets[1], high + part * COLUMNS, true);
+            for (int s = 0; s < 4 / GROUPS; ++s) {
+                const int step = g * (4 / GROUPS) + s;
+                mma(to, codes_of(block)[step], x + step * 2, s > 0);
             }
             mma_commit();
-            mma_wait<0>();
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared_address(&shared.sums_empty[batch % 2]));
-            ++batch;
-            batch_begin = unit_count;
         };
-        float sum[SUMS][PART_SUMS], scale_before[2];
-        // One stage. follows: the last step of the stage before it is still to be promoted. carries: so is this one's.
-        auto unit = [&](int stage, const u32(&a)[4][4], u32(&a_next)[4][4], bool last, bool follows, bool carries) {
-            const int next_stage = (stage + 1) % STAGES;
-            const u32 x = x_low + stage * TOKENS * 8;
-            const u8* block = shared.weights[stage][warpgroup];
-            const Scale* scales = reinterpret_cast<const Scale*>(block + 4096) + row;
-            const Half* zeros = reinterpret_cast<const Half*>(block + 4096 + SCALES_BYTES) + row;
-            float scale[GROUPS][2], zero[GROUPS][2];
-            float2 token_sums[GROUPS][MANY ? 1 : TOKENS / 8];
-            constexpr int PER_GROUP = 4 / GROUPS;
-            auto sum_of = [&](int step) -> float(&)[PART_SUMS] { return sum[(stage * STEPS + step + STEPS) % SUMS]; };
-            auto multiply = [&](int step) {
-                const int g = step / PARTS, part = step % PARTS;
-                mma_fence();
+        int left = segment.k_end - segment.k_begin;  // a cluster's block may have nothing to do
+
+        if constexpr (MANY) {
+            float scale[AHEAD ? 2 : 1][GROUPS][2], offset[AHEAD ? 2 : 1][GROUPS][2];
+            // This thread's part of the left operand: offsets of its two rows and, of an octet's groups, two.
+            float kept[2][2] = {};
+            u32 offsets[2][4];
+            auto take = [&](int block) {
+                const int stage = stage_of(block);
+                if (block % STAGE_BLOCKS == 0) barrier_wait(shared_address(&pipeline.full[stage]), phases.next(stage));
+                const u8* from = shared.weights[stage][warpgroup] + block % STAGE_BLOCKS * BLOCK_BYTES;
+                convert(codes_of(block), reinterpret_cast<const uint4*>(from) + thread % 128, ones);
 #pragma unroll
-                for (int s = 0; s < PER_GROUP; ++s)
-                    mma(sum_of(step), a[g * PER_GROUP + s], x + part * COLUMNS * 8 + (g * PER_GROUP + s) * 2, s > 0);
-                mma_commit();
-            };
-            auto promote = [&](int step) {
-                const int g = step / PARTS, part = step % PARTS;
-#pragma unroll
-                for (int j = 0; j < PART_SUMS; ++j) {
-                    const int half = j / 2 % 2;
-                    float value = sum_of(step)[j];
-                    if constexpr (!MANY)
-                        value = fmaf(zero[g][half], j % 2 ? token_sums[g][j / 4].y : token_sums[g][j / 4].x, value);
-                    total[part][j] += scale[g][half] * value;
+                for (int i = 0; i < 2 * GROUPS; ++i) {
+                    const int g = i / 2, half = i % 2, at = g * 64 + row + half * 8;
+                    const float of_row = reinterpret_cast<const Scale*>(from + 4096)[at].value();
+                    const Half* zeros = reinterpret_cast<const Half*>(from + 4096 + SCALES_BYTES);
+                    scale[AHEAD ? block % 2 : 0][g][half] = of_row;
+                    offset[AHEAD ? block % 2 : 0][g][half] = ZERO_POINTS ? of_row * zeros[at].value() : of_row;
                 }
             };
-            auto promote_before = [&] {
-#pragma unroll
-                for (int j = 0; j < PART_SUMS; ++j) total[PARTS - 1][j] += scale_before[j / 2 % 2] * sum_of(-1)[j];
+            // last: of its stage, or of all.
+            auto leave = [&](int block, bool last) {
+                if (last || block % STAGE_BLOCKS == STAGE_BLOCKS - 1) pipeline.leave(stage_of(block), place);
             };
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                multiply(step);
-                // While the tensor cores work: the group's scales, the step before, the next stage's codes.
-                if (step % PARTS == 0) {
-                    const int g = step / PARTS;
+            auto begin_group = [&](int group, int part) {
+                const auto& of = offset[AHEAD ? group / GROUPS % 2 : 0][group % GROUPS];
+                if (part == 0 && group % OCTET / 2 == lane % 4) kept[group % 2][0] = of[0], kept[group % 2][1] = of[1];
+            };
+            auto multiply_offsets = [&](float(&to)[PART_SUMS], int part) {
+                if (part == 0) {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        scale[g][half] = scales[g * 64 + half * 8].value();
-                        zero[g][half] = ZERO_POINTS ? zeros[g * 64 + half * 8].value() : HALF_CODE;
+                        const u32 high = Bf16::pack(kept[0][half], kept[1][half]);
+                        offsets[0][half] = offsets[0][2 + half] = high;
+                        offsets[1][half] = Bf16::pack(
+                            kept[0][half] - __uint_as_float(high << 16), kept[1][half] - __uint_as_float(high & 0xFFFF0000));
+                        offsets[1][2 + half] = 0;
                     }
-                    if constexpr (!MANY) {
+                    barrier_wait(shared_address(&shared.sums_full[octets % 2]), octets / 2 % 2);
+                }
+                const u64 tile = plain_tile(shared_address(shared.sum_tiles[octets % 2]), SUM_BYTES) + part * COLUMNS;
+                mma_fence();
+                mma_bf16(to, offsets[0], tile, false);
+                if constexpr (SPLIT_OFFSETS) mma_bf16(to, offsets[1], tile, true);
+                mma_commit();
+            };
+            auto leave_sums = [&] {
+                if (lane == 0) barrier_arrive(shared_address(&shared.sums_empty[octets % 2]));
+                ++octets;
+            };
+            auto promote = [&](const float(&from)[PART_SUMS], int group, int part) {
+                const auto& scales = scale[AHEAD ? group / GROUPS % 2 : 0][group % GROUPS];
+#pragma unroll
+                for (int j = 0; j < PART_SUMS; ++j) total[part][j] += scales[j / 2 % 2] * from[j];
+            };
+            auto add = [&](const float(&from)[PART_SUMS], int part) {
+#pragma unroll
+                for (int j = 0; j < PART_SUMS; ++j) total[part][j] += from[j];
+            };
+
+            if (left > 0) take(0);
+            for (; left >= BLOCKS; left -= BLOCKS) {  // no branches inside: products in flight do not outlive a round
+                auto take_if_any = [&](int block) {
+                    if (block < BLOCKS || (block == BLOCKS && left > BLOCKS)) take(block % BLOCKS);
+                };
+                auto finish = [&](const Step& step) {
+                    if (step.is_offsets()) {
+                        add(sum[step.r % SUMS], step.part);
+                        if (step.part == PARTS - 1) leave_sums();
+                        return;
+                    }
+                    promote(sum[step.r % SUMS], step.group, step.part);
+                    if (step.ends_block()) {
+                        leave(step.block(), false);
+                        if (!AHEAD) take_if_any(step.block() + 1);
+                        if (AHEAD && FLIGHT > 0) take_if_any(step.block() + 2);
+                    }
+                };
+#pragma unroll
+                for (int r = 0; r < ROUND; ++r) {
+                    const Step step(r);
+                    if (step.is_offsets()) {
+                        multiply_offsets(sum[r % SUMS], step.part);
+                    } else {
+                        begin_group(step.group, step.part);
+                        multiply(sum[r % SUMS], step.block(), step.group % GROUPS, step.part);
+                    }
+                    if (AHEAD && step.begins_block() && (FLIGHT == 0 || r == 0)) take_if_any(step.block() + 1);
+                    if (step.drains()) {
+                        mma_wait<0>();
+                    } else if (r - FLIGHT >= step.not_drained()) {
+                        mma_wait<FLIGHT>();
+                    }
+#pragma unroll
+                    for (int before = FLIGHT; before >= 0; --before)
+                        if (r - before >= step.not_drained() && (before == FLIGHT || step.drains())) finish(Step(r - before));
+                }
+            }
+#pragma unroll
+            for (int block = 0; block < BLOCKS; ++block) {
+                if (left > 0) {
+#pragma unroll
+                    for (int step = 0; step < STEPS; ++step) {
+                        const int g = step / PARTS, part = step % PARTS;
+                        begin_group(block * GROUPS + g, part);
+                        multiply(sum[0], block, g, part);
+                        mma_wait<0>();
+                        promote(sum[0], block * GROUPS + g, part);
+                    }
+                    leave(block, left == 1);
+                    if ((block + 1) * GROUPS % OCTET == 0 || left == 1) {  // groups that a last octet lacks have sums of zero
+#pragma unroll
+                        for (int part = 0; part < PARTS; ++part) {
+                            multiply_offsets(sum[0], part);
+                            mma_wait<0>();
+                            add(sum[0], part);
+                        }
+                        leave_sums();
+                    }
+                    if (left > 1) take((block + 1) % BLOCKS);
+                }
+                --left;
+            }
+        } else {
+            auto take = [&](int stage) {
+                barrier_wait(shared_address(&pipeline.full[stage]), phases.next(stage));
+                convert(codes_of(stage), reinterpret_cast<const uint4*>(shared.weights[stage][warpgroup]) + thread % 128, ones);
+            };
+            auto unit = [&](int stage) {
+                const u8* block = shared.weights[stage][warpgroup];
+                const Scale* scales = reinterpret_cast<const Scale*>(block + 4096) + row;
+                const Half* zeros = reinterpret_cast<const Half*>(block + 4096 + SCALES_BYTES) + row;
+                float scale[GROUPS][2], zero[GROUPS][2];
+                float2 token_sums[GROUPS][TOKENS / 8];
+                auto promote = [&](int q) {
+                    const int g = q % STEPS / PARTS, part = q % PARTS;
+#pragma unroll
+                    for (int j = 0; j < PART_SUMS; ++j) {
+                        const int half = j / 2 % 2, pair = part * COLUMNS / 8 + j / 4;
+                        const float of_tokens = j % 2 ? token_sums[g][pair].y : token_sums[g][pair].x;
+                        total[part][j] += scale[g][half] * fmaf(zero[g][half], of_tokens, sum[q % SUMS][j]);
+                    }
+                };
+#pragma unroll
+                for (int q = stage * STEPS; q < (stage + 1) * STEPS; ++q) {
+                    multiply(sum[q % SUMS], stage, q % STEPS / PARTS, q % PARTS);
+                    if (q % PARTS == 0) {  // while the tensor cores work
+                        const int g = q % STEPS / PARTS;
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            scale[g][half] = scales[g * 64 + half * 8].value();
+                            zero[g][half] = ZERO_POINTS ? zeros[g * 64 + half * 8].value() : HALF_CODE;
+                        }
 #pragma unroll
                         for (int j = 0; j < TOKENS / 8; ++j)
                             token_sums[g][j] = *reinterpret_cast<const float2*>(&shared.sums[stage][g][column + 8 * j]);
                     }
-                }
-                if (SUMS > 1 && (step > 0 || follows)) {
-                    mma_wait<1>();
-                    if (step > 0) {
-                        promote(step - 1);
-                    } else {
-                        promote_before();
-                        pipeline.leave((stage + STAGES - 1) % STAGES, place);
+                    if (SUMS == 1 || q % STEPS > 0) {
+                        mma_wait<SUMS - 1>();
+                        promote(q - (SUMS - 1));
                     }
                 }
-                if (AHEAD && !last && step == (CARRY ? 0 : STEPS - 1)) wait_and_convert(next_stage, a_next);
-                if (SUMS == 1) {
-                    mma_wait<0>();
-                    promote(step);
-                }
-            }
-            if (carries) {
-                scale_before[0] = scale[GROUPS - 1][0], scale_before[1] = scale[GROUPS - 1][1];
-            } else {
                 if constexpr (SUMS > 1) {
                     mma_wait<0>();
-                    promote(STEPS - 1);
+                    promote((stage + 1) * STEPS - 1);
                 }
                 pipeline.leave(stage, place);
-            }
-            ++unit_count;
-            if (!AHEAD && !last) wait_and_convert(next_stage, a_next);
-        };
-        u32 a[AHEAD ? 2 : 1][4][4];
-        auto codes_of = [&](int stage) -> u32(&)[4][4] { return a[AHEAD ? stage % 2 : 0]; };
-        int left = place.k_end - place.k_begin;  // a cluster's block may have nothing to do
-        if (left > 0) wait_and_convert(0, codes_of(0));
-        if constexpr (CARRY) {  // whole rounds have no branches: products in flight do not outlive one
-            for (; left >= STAGES; left -= STAGES) {
+            };
+            if (left > 0) take(0);
+            while (left > 0) {
 #pragma unroll
                 for (int stage = 0; stage < STAGES; ++stage) {
-                    const bool ends = stage == STAGES - 1;
-                    unit(stage, codes_of(stage), codes_of(stage + 1), ends && left == STAGES, stage > 0, !ends);
+                    if (left > 0) {
+                        unit(stage);
+                        if (left > 1) take((stage + 1) % STAGES);
+                    }
+                    --left;
                 }
-                if (left == STAGES || (unit_count - batch_begin) * GROUPS == BATCH) apply_offsets();
             }
-        }
-        while (left > 0) {
-#pragma unroll
-            for (int stage = 0; stage < STAGES; ++stage) {
-                if (left > 0) unit(stage, codes_of(stage), codes_of(stage + 1), left == 1, false, false);
-                --left;
-            }
-            if (MANY && (left <= 0 || (unit_count - batch_begin) * GROUPS == BATCH)) apply_offsets();
         }
 
-        if (thread < TOKENS) shared.token_scale[thread] = token_scale;
-        named_barrier(1, CONSUMERS);  // and the tile before this one has left the staging buffer
+        auto total_of = [&](int j) -> float& { return total[j / PART_SUMS][j % PART_SUMS]; };
+        if constexpr (SPLIT == 1) {
+            if (segment.k_begin > 0) {
+                give_sums(p, total_of);
+                continue;
+            }
+            if (segment.k_end < p.blocks_k) take_sums(p, schedule, place, total_of);
+        }
+#pragma unroll
+        for (int i = 0; i < TOKENS; i += 128)
+            if (i + thread % 128 < TOKENS)  // codes count in 1/256: w4a8_codes.py
+                shared.token_scale[warpgroup][i + thread % 128] = of_token[i / 128] * 256;
         store_tile(
-            pipeline, shared.staged, p, place, feature_base, token_base,
-            [&](int j) { return total[j / PART_SUMS][j % PART_SUMS]; },
-            [&](float value, int m, int n) {
-                return Out::of(value * shared.token_scale[m] + (bias && n < p.features ? bias[n].value() : 0.0f));
-            },
-            out);
+            pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
+            [&](int n) { return bias && n < p.features ? bias[n].value() : 0.0f; },
+            [&](float value, int m, float bias_of) { return fmaf(value, shared.token_scale[warpgroup][m], bias_of); }, out);
     }
+    finish_stores();
     leave_together();
 }

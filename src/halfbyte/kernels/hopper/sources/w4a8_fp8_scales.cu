@@ -7,13 +7,13 @@
 
 struct Shared {
     alignas(1024) u8 x[STAGES][TOKENS * 128];
-    alignas(128) u8 weights[STAGES][WARPGROUPS][BLOCK_BYTES];
     Staged staged;
-    alignas(16) float token_scale[TOKENS];
-    alignas(16) float channel_scale[TILE_ROWS];
+    alignas(128) u8 weights[STAGES][WARPGROUPS][BLOCK_BYTES];
+    float token_scale[WARPGROUPS][TOKENS];
     Pipeline pipeline;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts less");
+static_assert(STAGE_BLOCKS == 1);
 static_assert(GROUPS == 1 && PARTS == 1 && STAGES % 2 == 0);
 
 constexpr int PRODUCER_REGISTERS = 32;
@@ -50,19 +50,18 @@ __device__ __forceinline__ void convert(u32 (&a)[4][4], const u8* block, int thr
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_scales(
-    const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ channel_scale,
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map, const u8* __restrict__ weights, const float* __restrict__ channel_scale,
     const float* x_scale, const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
     extern __shared__ __align__(1024) u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Pipeline& pipeline = shared.pipeline;
     const int thread = threadIdx.x;
-    const Place place(p);
+    const Place place;
 
     const int role = start(pipeline);
     if (role >= 0) {
         give_registers<PRODUCER_REGISTERS>();
-        u8 nothing[1][WARPGROUPS][1];
-        if (role == 0) load_weights<0>(pipeline, shared.weights, nothing, p, place, weights);
+        if (role == 0) load_weights(pipeline, shared.weights, p, place, weights);
         if (role == 1)
             load_tokens<1>(pipeline, shared.x, p, place, x_map, NothingMore());
         else if (SHARE > 1)
@@ -79,16 +78,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
     wait_for_previous_kernel();
     if constexpr (CLUSTER > 1) cluster_wait();
 
-    const Tiles tiles(p);
+    Schedule schedule(p, place);
+    Segment segment;
     Phases phases;
-    for (int item = place.first_item; item < tiles.count(); item += place.item_step) {
-        int feature_tile, token_base;
-        tiles.at(item, feature_tile, token_base);
-        const int feature_base = (feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
-        const bool is_token = thread < TOKENS && token_base + thread < p.tokens;
-        const bool is_feature = thread < TILE_ROWS && feature_base + thread < p.features;
-        const float of_token = is_token ? x_scale[token_base + thread] : 0.0f;
-        const float of_feature = is_feature ? channel_scale[feature_base + thread] : 0.0f;
+    while (schedule.next(segment)) {
+        const int token_base = segment.token_base;
+        const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
+        float of_token[(TOKENS + 127) / 128];  // read now, wanted at the end
+#pragma unroll
+        for (int i = 0; i < TOKENS; i += 128) {
+            const int token = token_base + i + thread % 128;
+            of_token[i / 128] = token < p.tokens ? x_scale[token] : 0.0f;
+        }
         float sum[ACCUMULATORS] = {};
 
         auto wait_and_convert = [&](int stage, u32(&a)[4][4]) {
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
                 pipeline.leave(stage, place);
             }
         };
-        int left = place.k_end - place.k_begin;
+        int left = segment.k_end - segment.k_begin;
         if (left > 0) wait_and_convert(0, a[0]);
         for (; left >= STAGES; left -= STAGES) {  // whole rounds have no branches: products do not outlive one
 #pragma unroll
@@ -127,16 +128,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
             --left;
         }
 
-        if (thread < TOKENS) shared.token_scale[thread] = of_token;
-        if (thread < TILE_ROWS) shared.channel_scale[thread] = of_feature;
-        named_barrier(1, CONSUMERS);  // and the tile before this one has left the staging buffer
+        auto total_of = [&](int j) -> float& { return sum[j]; };
+        if constexpr (SPLIT == 1) {
+            if (segment.k_begin > 0) {
+                give_sums(p, total_of);
+                continue;
+            }
+            if (segment.k_end < p.blocks_k) take_sums(p, schedule, place, total_of);
+        }
+#pragma unroll
+        for (int i = 0; i < TOKENS; i += 128)
+            if (i + thread % 128 < TOKENS) shared.token_scale[warpgroup][i + thread % 128] = of_token[i / 128];
+        struct OfFeature {
+            float scale, bias;
+        };
         store_tile(
-            pipeline, shared.staged, p, place, feature_base, token_base, [&](int j) { return sum[j]; },
-            [&](float value, int m, int n) {
-                const float scaled = shared.token_scale[m] * (shared.channel_scale[n - feature_base] * value);
-                return Out::of(scaled + (bias && n < p.features ? bias[n].value() : 0.0f));
+            pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
+            [&](int n) {
+                return n < p.features ? OfFeature{channel_scale[n], bias ? bias[n].value() : 0.0f} : OfFeature{0.0f, 0.0f};
+            },
+            [&](float value, int m, OfFeature of) {
+                return shared.token_scale[warpgroup][m] * (of.scale * value) + of.bias;
             },
             out);
     }
+    finish_stores();
     leave_together();
 }
