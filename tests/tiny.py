@@ -113,7 +113,7 @@ def tiny_model(
     """
     path = folder / family
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # the CPU's alone: GPUs keep their state
         model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=dtype)
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)

@@ -126,6 +126,16 @@ def test_no_tokens(name: str) -> None:
     assert dequantize_activations(codes, scales, FORMATS[name].group_size).shape == (0, 128)
 
 
+@pytest.mark.gpu
+@ALL
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gpus_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(1000, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    want, found = (quantize_activations(tensor, FORMATS[name]) for tensor in (x, x.cuda()))
+    for one, other in zip(found, want, strict=True):
+        assert torch.equal(bits(one.cpu()), bits(other))
+
+
 def test_bad_formats_are_one_line() -> None:
     with pytest.raises(HalfbyteError, match="e2m1"):
         quantize_activations(inputs(), ActivationFormat("e2m1", "token"))

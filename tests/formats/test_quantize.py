@@ -272,6 +272,17 @@ def test_dequantize_has_the_original_shape_and_dtype() -> None:
         assert values.dtype == torch.bfloat16
 
 
+@pytest.mark.gpu
+@ALL
+def test_gpus_give_the_same_bits(name: str) -> None:
+    weight = torch.randn(300, 1024, generator=torch.Generator().manual_seed(0))
+    want, found = (quantize(tensor, FORMATS[name]) for tensor in (weight, weight.cuda()))
+    for part in ("codes", "scales", "zero_points", "outer_scales"):
+        one, other = getattr(found, part), getattr(want, part)
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(bits(one.cpu()), bits(other)), part
+
+
 @pytest.mark.parametrize(
     ("weight", "fmt", "says"),
     [

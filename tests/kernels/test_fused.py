@@ -86,6 +86,9 @@ def test_dtypes_without_a_kernel_run_in_torch(dtypes: tuple[torch.dtype, torch.d
     x, weight = rows(5, 576, dtypes[0]), rows(1, 576, dtypes[1], seed=1)[0]
     want, _ = rms_norm(x, None, weight, EPS)
     found, _ = rms_norm(x.cuda(), None, weight.cuda(), EPS)
-    torch.testing.assert_close(found.cpu(), want)
-    if dtypes[0] == torch.float64:
+    # In fp32 576 squares may be added in another order and the root be off by two units; where the normed values are
+    # rounded to fewer bits, that may turn a rounding.
+    tolerance = max(16 * torch.finfo(torch.float32).eps, 2 * torch.finfo(x.dtype).eps)
+    torch.testing.assert_close(found.cpu(), want, rtol=tolerance, atol=0)
+    if x.dtype == torch.float64:
         torch.testing.assert_close(gated(x.cuda(), x.cuda(), "silu").cpu(), gated(x, x, "silu"))

@@ -10,7 +10,7 @@ import torch
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.floats import FLOAT8_DTYPES, decode_e8m0
-from halfbyte.formats.scales import round_scales, shared_exponents
+from halfbyte.formats.scales import divided, round_scales, shared_exponents
 from halfbyte.formats.spec import FLOAT_MAX, ActivationFormat
 
 # INT8 leaves -128 out, so that the range is the same on both sides of zero.
@@ -72,5 +72,5 @@ def _dynamic_scales(values: torch.Tensor, fmt: ActivationFormat) -> torch.Tensor
     if fmt.scale == "e8m0":
         scales = decode_e8m0(shared_exponents(absmax, _LARGEST[fmt.element]))
     else:
-        scales = round_scales(absmax / _LARGEST[fmt.element], "f32")
+        scales = round_scales(divided(absmax, _LARGEST[fmt.element]), "f32")
     return torch.where(absmax.isfinite(), scales, torch.nan)

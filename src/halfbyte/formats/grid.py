@@ -10,7 +10,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.formats import qoq
 from halfbyte.formats.integer import asymmetric_grid, symmetric_reach
 from halfbyte.formats.ranges import absolute_maxima, as_float, signed_ranges
-from halfbyte.formats.scales import LARGEST_SCALE, round_scales, scale_values, shared_exponents
+from halfbyte.formats.scales import LARGEST_SCALE, divided, round_scales, scale_values, shared_exponents
 from halfbyte.formats.spec import TensorFormat
 from halfbyte.formats.tiles import Tiling
 
@@ -119,9 +119,9 @@ def choose_grid(ranges: Ranges, fmt: TensorFormat, ratio: float | torch.Tensor =
         return Grid(shared_exponents(clipped.high, fmt.max_value))
     reach = symmetric_reach(fmt.bits) if fmt.is_integer else fmt.max_value
     if fmt.outer is None:
-        return Grid(round_scales(clipped.high / reach, fmt.scale))
+        return Grid(round_scales(divided(clipped.high, reach), fmt.scale))
     outer = _outer_scales(ranges, fmt, reach)
-    return Grid(round_scales(clipped.high / reach / outer, fmt.scale), None, outer)
+    return Grid(round_scales(divided(clipped.high, reach) / outer, fmt.scale), None, outer)
 
 
 def _outer_scales(ranges: Ranges, fmt: TensorFormat, reach: float) -> torch.Tensor:
@@ -133,6 +133,6 @@ def _outer_scales(ranges: Ranges, fmt: TensorFormat, reach: float) -> torch.Tens
         )
     axes = (-1,) if fmt.outer == "channel" else (-2, -1)
     absmax = ranges.high.amax(axes, keepdim=True).clamp(min=ranges.elsewhere)
-    outer = (absmax / (LARGEST_SCALE["e4m3"] * reach)).clamp(min=SMALLEST_OUTER_SCALE)
+    outer = divided(absmax, LARGEST_SCALE["e4m3"] * reach).clamp(min=SMALLEST_OUTER_SCALE)
     # Files store the reciprocal of a tensor's scale, so it is one that survives that: codes fit what readers get.
     return outer.reciprocal().reciprocal() if fmt.outer == "tensor" else outer

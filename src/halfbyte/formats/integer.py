@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.formats.scales import round_scales, scale_values
+from halfbyte.formats.scales import divided, round_scales, scale_values
 from halfbyte.formats.spec import TensorFormat
 
 
@@ -27,7 +27,7 @@ def asymmetric_grid(
     """
     steps = (1 << fmt.bits) - 1
     # In float64, as high - low may pass the largest fp32.
-    scales = round_scales(((high.double() - low.double()) / steps).float(), fmt.scale)
+    scales = round_scales(divided(high.double() - low.double(), steps).float(), fmt.scale)
     zero_points = (-low / scale_values(scales)).round_() + fmt.qmin
     return scales, zero_points.clamp_(fmt.qmin, fmt.qmax).to(torch.int8)
 

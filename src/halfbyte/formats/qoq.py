@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.errors import HalfbyteError
+from halfbyte.formats.scales import divided
 from halfbyte.formats.spec import TensorFormat
 
 PROTECTED_RANGE = 119
@@ -28,7 +29,7 @@ def check_format(fmt: TensorFormat) -> None:
 
 def channel_scales(absmax: torch.Tensor) -> torch.Tensor:
     """Level one: fp32 scales that map a channel's largest magnitude (fp32, any shape) to 119."""
-    return (absmax / PROTECTED_RANGE).clamp(min=SMALLEST_CHANNEL_SCALE)
+    return divided(absmax, PROTECTED_RANGE).clamp(min=SMALLEST_CHANNEL_SCALE)
 
 
 def level_one_(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -42,6 +43,6 @@ def group_grid(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, tor
     low, high: fp32, in level-one integers (fractions where a range was clipped), any one shape.
     The zero points lie in [-8, 7] as the codes do: QoQ's unsigned zero minus 8.
     """
-    scales = ((high - low) / 15).round_().clamp_(min=1)
+    scales = divided(high - low, 15).round_().clamp_(min=1)
     zeros = (-low / scales).round_().clamp_(0, 15)
     return scales.to(torch.int8), (zeros - 8).to(torch.int8)

@@ -22,6 +22,14 @@ SMALLEST_SCALE = {"bf16": 2.0**-126, "f32": 2.0**-126, "f16": 2.0**-24, "e4m3": 
 LARGEST_SCALE = {name: torch.finfo(dtype).max for name, dtype in FLOAT_SCALE_DTYPES.items()}
 
 
+def divided(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """``values / divisor``, rounded once on every device.
+
+    torch on a GPU multiplies by the reciprocal of a Python number instead, which may be off by the last bit.
+    """
+    return values / values.new_full((), divisor)
+
+
 def round_scales(ideal: torch.Tensor, dtype: str) -> torch.Tensor:
     """Non-negative fp32 scales rounded to nearest in ``dtype`` (``bf16``, ``f16``, ``f32`` or ``e4m3``), same shape.
 

@@ -18,7 +18,7 @@ _TOKENS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "initia
 def random_model(family: str, **overrides: Any) -> transformers.PreTrainedModel:
     """Seeded, float32, in evaluation mode, without a token that ends a text."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # the CPU's alone: GPUs keep their state
         model = transformers.AutoModelForCausalLM.from_config(
             _config(family, **overrides), dtype=torch.float32
         )

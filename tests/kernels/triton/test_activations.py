@@ -116,6 +116,7 @@ def test_gated_activations(run: Runner, shapes: list[tuple[int, int]], op: str) 
     cases = [gates(rows, columns, dtype) for dtype in DTYPES for rows, columns in shapes]
     results = run([*((op, case) for case in cases), *((f"{op}_quantize_fp8", (*case, 64)) for case in cases)])
     plain, quantized = results[: len(cases)], results[len(cases) :]
+    as_torch = []
     for (gate, up), (product,), codes in zip(cases, plain, quantized, strict=True):
         assert (product.dtype, product.shape) == (gate.dtype, gate.shape)
         # Exponentials are approximate; then it is rounded twice: the activation, and the product.
@@ -123,10 +124,12 @@ def test_gated_activations(run: Runner, shapes: list[tuple[int, int]], op: str) 
         unit = UNIT[gate.dtype]
         bound = want.abs() * (2 * unit + unit**2 + 2.0**-14) + SMALLEST[gate.dtype] * (1 + up.double().abs())
         assert ((product.double() - want).abs() <= bound).all()
-        if op == "silu_and_mul" and gate.dtype == torch.bfloat16 and gate.numel():
-            assert (product == F.silu(gate) * up).double().mean() > 0.99
+        if op == "silu_and_mul" and gate.dtype == torch.bfloat16:
+            as_torch.append((product == F.silu(gate) * up).flatten())
         # What is quantized is that product.
         assert_fp8(product, codes, 64)
+    # Few exponentials are so far off that a rounding turns, or so large that their reciprocal becomes 0.
+    assert not as_torch or torch.cat(as_torch).double().mean() > 0.99
 
 
 def test_gates_that_are_not_finite_stay_in_their_row(run: Runner) -> None:

@@ -10,11 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.cached_attention import HeadNorms, rotate_and_store
+from halfbyte.kernels.triton import rotary
 from halfbyte.kernels.triton.decode_attention import attend_kernel, attend_layout
 from halfbyte.kernels.triton.rotary import rotate_kernel
 from tests.kernels.attention_cases import angles, cache, exact_attention, normal, visible
 from tests.kernels.compile_triton import compile_for
 from tests.kernels.triton.attention_runners import Runner, interpreted, on_gpu
+from tests.kernels.triton.launches import Launch, Recorder
 from tests.kernels.triton.runners import Call
 
 # batch, query heads, key heads, slots, head size, the new token's slot.
@@ -103,13 +105,14 @@ def test_rotation_is_that_of_torch(run: Runner, shapes: list[tuple[int, ...]], n
         query = rotate_and_store(qkv, cos, sin, norms, keys, values, position)
         found_query, *left = results
         for found, want in ((found_query, query), (left[6], keys), (left[7], values)):
-            if normed or qkv.dtype == torch.float32:
-                # Sums of squares, and here products and sums, may come in another order, or be rounded together.
-                step = torch.finfo(qkv.dtype).eps
-                torch.testing.assert_close(found, want, rtol=4 * step, atol=4 * step)
-                assert (found == want).double().mean() > (0.98 if qkv.dtype != torch.float32 else 0.2)
-            else:
+            if not normed:
                 assert torch.equal(found, want)
+                continue
+            # Squares may be added in another order, and roots be off by two units of fp32, which all fp32 results
+            # show and few of 16 bits.
+            step = torch.finfo(qkv.dtype).eps
+            torch.testing.assert_close(found, want, rtol=8 * step, atol=8 * step)
+            assert qkv.dtype == torch.float32 or (found == want).double().mean() > 0.98
 
 
 def test_nothing_for_no_sequences() -> None:
@@ -176,6 +179,18 @@ def test_attention_fits_the_chip(
     assert compiled.spills == 0
     assert compiled.shared <= 99 << 10, "more than a GPU of compute capability 8.9 has"
     assert "async_copy" in compiled.asm["ttgir"], "keys and values are not fetched ahead"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_products_are_rounded_before_they_are_added(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    launches: list[Launch] = []
+    monkeypatch.setattr("triton.knobs.runtime.interpret", True)  # any device will do
+    monkeypatch.setattr(rotary, "rotate_kernel", Recorder(rotate_kernel, launches))
+    ops.rotate_and_store(*rotation_call((3, 8, 2, 128, 64, 3), dtype, False)[1])
+    (launch,) = launches
+    assert "fma" not in launch.compiled(90).asm["ptx"]
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])

@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.triton.linear_cases import Case, assert_right, case_of, hostile_weight, schemes
+from tests.kernels.triton.linear_cases import (
+    LOSS,
+    LOSS_ON_GPU,
+    Case,
+    assert_exact,
+    assert_right,
+    case_of,
+    hostile_weight,
+    schemes,
+    whole_case,
+)
 from tests.kernels.triton.linear_runners import Runner, interpreted, on_gpu
 
 
@@ -18,7 +28,7 @@ def run(request: pytest.FixtureRequest) -> Runner:
 
 def check(run: Runner, cases: list[Case]) -> None:
     for case, y in zip(cases, run(cases), strict=True):
-        assert_right(case, y)
+        assert_right(case, y, LOSS if run is interpreted else LOSS_ON_GPU)
 
 
 def dtypes(plain: bool) -> tuple[torch.dtype, ...]:
@@ -27,15 +37,19 @@ def dtypes(plain: bool) -> tuple[torch.dtype, ...]:
 
 
 def test_every_scheme_follows_the_reference() -> None:
-    cases = []
+    cases, whole = [], []
     # Inputs and channels that fill no tile; spans that are cut short; sums in one part and in several.
     for number, (kernel, scheme, multiple) in enumerate(schemes()):
-        inputs = -(-(1100 if number % 3 == 0 else 300) // multiple) * multiple
+        inputs, fewer = (-(-count // multiple) * multiple for count in (1100 if number % 3 == 0 else 300, 40))
         choices = dtypes(scheme.activations is None)
-        for shape in ((5, 72, inputs), (1, 17, multiple * -(-40 // multiple))):
-            dtype = choices[(number + shape[0]) % len(choices)]
-            cases.append(case_of(kernel, scheme, shape, dtype, bias=shape[0] > 1, seed=number))
-    check(interpreted, cases)
+        dtype, other = (choices[(number + turn) % len(choices)] for turn in range(2))
+        cases.append(case_of(kernel, scheme, (5, 72, inputs), dtype, seed=number))
+        whole.append(whole_case(kernel, scheme, (1, 17, fewer), other, bias=False, seed=number))
+    results = interpreted([*cases, *whole])
+    for case, y in zip(cases, results, strict=False):
+        assert_right(case, y, LOSS)
+    for case, y in zip(whole, results[len(cases) :], strict=True):
+        assert_exact(case, y)
 
 
 def test_hostile_scales_and_codes(run: Runner) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from halfbyte.kernels.triton import linear_inputs, linear_parts, linear_w4a8, li
 from halfbyte.kernels.triton.linear_layout import byte_span
 from halfbyte.kernels.triton.linear_plan import Gpu
 from tests.kernels.cases import settled
-from tests.kernels.compile_triton import Compiled, compile_for
+from tests.kernels.triton.launches import Launch, Recorder
 from tests.kernels.triton.linear_cases import KERNELS, case_of, schemes
 
 GPUS = {80: Gpu(80, 108), 89: Gpu(89, 142), 90: Gpu(90, 132)}
@@ -35,46 +33,6 @@ LAYERS = {**KERNELS, "scaled-mm": ScaledMM()}
 
 def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-@dataclass
-class Launch:
-    """What a kernel was launched with, instead of running."""
-
-    kernel: Any
-    arguments: dict[str, Any]
-    options: dict[str, Any]
-
-    def compiled(self, capability: int) -> Compiled:
-        return compile_for(self.kernel, capability, self.arguments, **self.options)
-
-
-@dataclass
-class Recorder:
-    """Stands in for a kernel."""
-
-    kernel: Any
-    launches: list[Launch]
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
-        return self
-
-    def __call__(self, *arguments: Any, **named: Any) -> None:
-        names = [parameter.name for parameter in self.kernel.params]
-        given = {**dict(zip(names, arguments, strict=False)), **named}
-        self.launches.append(
-            Launch(
-                self.kernel,
-                {name: _described(given[name]) for name in names},
-                {name: value for name, value in named.items() if name not in names},
-            )
-        )
-
-
-def _described(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return "*i16" if value.dtype == torch.int16 else value.dtype
 
 
 @pytest.fixture

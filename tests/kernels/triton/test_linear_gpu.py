@@ -1,26 +1,32 @@
 """What only a GPU can show of the portable layers: every tile, the same bits again, graphs, torch.compile.
 
-Each way of launching a kernel is compiled once, so schemes take turns with shapes and dtypes.
+Compiling takes most of the time. So schemes take turns with tiles, shapes and dtypes, and the same few layers go
+through all other tests.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import pytest
 import torch
 
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.kernels.problem import LinearProblem
-from halfbyte.kernels.reference import exact_weight, reference_linear
+from halfbyte.kernels.reference import reference_linear
 from halfbyte.kernels.triton import linear_inputs, linear_w4a8, linear_w4a16, linear_w8  # noqa: F401
 from halfbyte.schemes import Scheme
-from tests.kernels.cases import magnitude, random_inputs, random_weight, settled
-from tests.kernels.triton.linear_cases import FP8, INT8, KERNELS, LOSS, UNIT, int4, schemes
+from tests.kernels.cases import random_inputs, random_weight, settled
+from tests.kernels.triton.linear_cases import FP8, INT8, KERNELS, assert_exact, int4, schemes, whole_case
+from tests.kernels.triton.linear_runners import on_gpu
 from tests.kernels.triton.runners import poison
 
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
-TOKENS = (0, 1, 2, 7, 8, 16, 17, 33, 64, 129, 256, 1000)
+# By the tile that takes them.
+TOKENS = ((0, 1, 2, 7, 8, 16), (17, 32), (33, 64), (129, 256, 1000))
+ROWS, INPUTS = 256, 14336
 SHAPES = ((256, 512), (200, 384), (1, 128), (48, 4096), (4096, 1024))
 # One of each way through the kernels.
 WAYS = {
@@ -38,11 +44,9 @@ WAYS = {
 
 
 class Layer(torch.nn.Module):
-    """A layer with random weights on the GPU."""
+    """A layer with random weights and a bias on the GPU, for BF16 inputs."""
 
-    def __init__(
-        self, kernel: str, scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype, bias: bool
-    ) -> None:
+    def __init__(self, kernel: str, scheme: Scheme, shape: tuple[int, int]) -> None:
         super().__init__()
         self.kernel, self.scheme = KERNELS[kernel], scheme
         q = random_weight(scheme, *shape)
@@ -50,9 +54,9 @@ class Layer(torch.nn.Module):
         self.weight = QuantizedTensor(q.format, *(None if t is None else t.to(GPU) for t in parts))  # type: ignore[arg-type]
         static = scheme.activations is not None and not scheme.activations.dynamic
         self.input_scale = torch.tensor([0.3], device=GPU) if static else None
-        problem = LinearProblem(scheme, *shape, GPU, dtype)
+        problem = LinearProblem(scheme, *shape, GPU, torch.bfloat16)
         self.prepared = self.kernel.prepare(self.weight, problem, self.input_scale)
-        self.bias = torch.linspace(-1, 1, shape[0], device=GPU).to(dtype) if bias else None
+        self.bias = torch.linspace(-1, 1, shape[0], device=GPU).bfloat16()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.kernel.run(x, self.prepared, self.bias)
@@ -62,47 +66,46 @@ class Layer(torch.nn.Module):
         return reference_linear(x, self.weight, activations, input_scale=self.input_scale, bias=self.bias)
 
 
-def inputs(tokens: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    # Divided, or the huge channel of the weights would leave FP16's range.
-    return (random_inputs(tokens, columns, torch.float32) / 64).to(GPU, dtype)
+@cache
+def layer_of(way: str) -> Layer:
+    """One whose sums are in several parts for any number of tokens, as few rows and many inputs make them."""
+    return Layer(*WAYS[way], (ROWS, INPUTS))
+
+
+def inputs(tokens: int) -> torch.Tensor:
+    return random_inputs(tokens, INPUTS, torch.bfloat16).to(GPU)
 
 
 @pytest.mark.parametrize("number", range(len(schemes())))
 def test_every_number_of_tokens(number: int) -> None:
     kernel, scheme, multiple = schemes()[number]
     fitting = [shape for shape in SHAPES if shape[1] % multiple == 0]
-    rows, columns = fitting[number % len(fitting)]
     dtypes = (torch.bfloat16, torch.float16, torch.float32)[: 2 if scheme.activations is None else 3]
-    dtype = dtypes[number % len(dtypes)]
-    layer = Layer(kernel, scheme, (rows, columns), dtype, bias=number % 4 > 0)
-    weight = exact_weight(layer.weight)
-    loss = LOSS[scheme.activations.element if scheme.activations else None]
-    for tokens in TOKENS:
-        x = inputs(tokens, columns, dtype)
-        poison(rows * columns)
-        y, want = layer(x), layer.reference(x)
-        assert (y.dtype, y.shape) == (dtype, want.shape)
-        bound = magnitude(x, weight) * loss + want.abs() * UNIT[dtype] * 1.05 + 2 * torch.finfo(dtype).tiny
-        wrong = ~((y.double() - want).abs() <= bound)
-        assert not wrong.any(), (scheme, tokens, rows, columns, dtype, int(wrong.sum()), y[wrong][:4])
+    dtype, shape = dtypes[number % len(dtypes)], fitting[number % len(fitting)]
+    cases = [
+        whole_case(kernel, scheme, (tokens, *shape), dtype, bias=number % 4 > 0, seed=number)
+        for tokens in TOKENS[number // 3 % len(TOKENS)]
+    ]
+    for case, y in zip(cases, on_gpu(cases), strict=True):
+        assert_exact(case, y)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_errors_at_the_size_of_a_model(way: str) -> None:
     # Relative to float64, with a result in BF16: nothing but its rounding should show.
-    layer = Layer(*WAYS[way], (1024, 14336), torch.bfloat16, bias=False)
+    layer = layer_of(way)
     for tokens in (1, 16, 64, 512):
-        x = torch.randn(tokens, 14336, generator=torch.Generator().manual_seed(0)).to(GPU, torch.bfloat16)
+        x = torch.randn(tokens, INPUTS, generator=torch.Generator().manual_seed(0)).to(GPU, torch.bfloat16)
         # The upper half of the channels has a huge one, next to which no error would show.
-        y, want = layer(x)[:, :512].double(), layer.reference(x)[:, :512]
+        y, want = (result[:, : ROWS // 2].double() for result in (layer(x), layer.reference(x)))
         assert (y - want).norm() <= 3e-3 * want.norm(), tokens
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_bits_twice_and_from_graphs(way: str) -> None:
-    layer = Layer(*WAYS[way], (1024, 4096), torch.bfloat16, bias=True)
+    layer = layer_of(way)
     for tokens in (1, 33, 300):
-        x = inputs(tokens, 4096)
+        x = inputs(tokens)
         first, half = layer(x), layer(x / 2)
         for _ in range(3):
             poison(1 << 22)
@@ -120,30 +123,30 @@ def test_the_same_bits_twice_and_from_graphs(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_compiled_in_one_graph(way: str) -> None:
-    layer = Layer(*WAYS[way], (256, 512), torch.bfloat16, bias=True)
+    layer = layer_of(way)
     torch.compiler.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     for tokens in (5, 3):
-        x = inputs(tokens, 512)
+        x = inputs(tokens)
         assert torch.equal(compiled(x), layer(x))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_inputs_may_lie_apart_unaligned_or_transposed(way: str) -> None:
-    layer = Layer(*WAYS[way], (128, 256), torch.bfloat16, bias=True)
-    x = inputs(4, 256)
-    wide = torch.full((4, 300), float("nan"), dtype=torch.bfloat16, device=GPU)
-    wide[:, 3:259] = x
-    assert torch.equal(layer(wide[:, 3:259]), layer(x))
+    layer = layer_of(way)
+    x = inputs(4)
+    wide = torch.full((4, INPUTS + 44), float("nan"), dtype=torch.bfloat16, device=GPU)
+    wide[:, 3 : INPUTS + 3] = x
+    assert torch.equal(layer(wide[:, 3 : INPUTS + 3]), layer(x))
     assert torch.equal(layer(x.T.contiguous().T), layer(x))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_other_devices_than_the_current_one() -> None:
-    layer = Layer(*WAYS["w4a16"], (128, 256), torch.bfloat16, bias=False)
-    x = inputs(4, 256)
+    layer = layer_of("w4a16")
+    x = inputs(4)
     want = layer(x)
     there = layer.prepared
     moved = {name: tensor.to("cuda:1") for name, tensor in there.tensors.items()}
-    y = layer.kernel.run(x.to("cuda:1"), type(there)(there.problem, moved))
+    y = layer.kernel.run(x.to("cuda:1"), type(there)(there.problem, moved), layer.bias.to("cuda:1"))
     assert torch.equal(y.to(GPU), want)

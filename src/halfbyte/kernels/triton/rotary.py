@@ -119,6 +119,8 @@ def rotate_and_store(
             KV_HEADS=kv_heads,
             HEAD=head,
             HALF=half,
+            # Products are rounded before they are added, as torch's are, not fused with the addition.
+            enable_fp_fusion=False,
             **options,
         )
     return query
