@@ -13,6 +13,7 @@ from halfbyte.formats.scales import FLOAT_SCALE_DTYPES
 from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.hopper import w4a8_codes, w4a16_codes
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat, pack_blocks, unpack_blocks
+from halfbyte.kernels.hopper.workspace import reserve
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
 from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group
 from halfbyte.kernels.triton.linear_conditions import gpu_conditions, has_known_groups, is_int4, name_of
@@ -77,6 +78,7 @@ class _HopperInt4(ABC):
         # A layer's first blocks are read before the kernel ahead of it has ended, and that one may be the packing.
         if weight.is_cuda:
             torch.cuda.current_stream(weight.device).synchronize()
+            reserve(weight.device.index)
         return Prepared(problem, {"weight": weight}, input_scale)
 
     def restore(self, prepared: Prepared) -> QuantizedTensor:

@@ -22,7 +22,7 @@ from halfbyte.kernels.hopper import (
     w4a16_config,
 )
 from halfbyte.kernels.hopper.blocks import BlockFormat
-from halfbyte.kernels.hopper.config import SHARED_BYTES, Table, TileConfig, fitted
+from halfbyte.kernels.hopper.config import MULTIPROCESSORS, QUANTUM, SHARED_BYTES, Table, TileConfig, fitted
 from tests.kernels.hopper.cubin import faults
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -87,7 +87,25 @@ def test_every_tile_is_computed_once(name: str) -> None:
     for tokens, features in ((1, 16), (64, 57344), (300, 656), (8192, 28672)):
         config: TileConfig = TABLES[name].choose(tokens, features, 4096, BlockFormat(128, BF16))
         tiles = -(-features // (config.rows * config.share)) * -(-tokens // config.tokens)
-        clusters = config.blocks(tokens, features) // config.cluster
-        rounds = -(-tiles // clusters)
-        assert clusters * (rounds - 1) < tiles <= clusters * rounds
+        schedule = config.schedule(tokens, features, 32)
+        clusters = schedule.blocks // config.cluster
+        whole = tiles - schedule.streamed
+        rounds = -(-whole // clusters)
+        assert clusters * (rounds - 1) < whole <= clusters * rounds
         assert config.split == 1 or rounds == 1
+
+
+@pytest.mark.parametrize("blocks_k", [1, 7, 32, 112])
+@pytest.mark.parametrize("tokens", [65, 1000])
+@pytest.mark.parametrize("features", [16, 4096, 28672, 57344])
+def test_streamed_tiles_are_divided_evenly(features: int, tokens: int, blocks_k: int) -> None:
+    config = w4a8_config.W4A8Config(128, 128, stages=4, stream=True)
+    schedule = config.schedule(tokens, features, blocks_k)
+    tiles = -(-features // 128) * -(-tokens // 128)
+    if not schedule.streamed:
+        assert tiles % MULTIPROCESSORS == 0 or tiles * -(-blocks_k // QUANTUM) < MULTIPROCESSORS
+        return
+    assert schedule.blocks == MULTIPROCESSORS
+    assert (tiles - schedule.streamed) % MULTIPROCESSORS == 0
+    assert 0 < schedule.streamed < 2 * MULTIPROCESSORS
+    assert schedule.quantum == QUANTUM

@@ -10,7 +10,13 @@ import torch
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.quantize import quantize
 from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.kernels.hopper.config import fitted
+from halfbyte.kernels.hopper.w4a8 import run_w4a8
+from halfbyte.kernels.hopper.w4a8_config import W4A8Config
 from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import rounded_weight
+from halfbyte.kernels.hopper.w4a16 import run_w4a16
+from halfbyte.kernels.hopper.w4a16_config import W4A16Config
+from halfbyte.kernels.hopper.workspace import reserve, space
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
 from halfbyte.kernels.problem import LinearProblem, Prepared
@@ -214,6 +220,48 @@ def test_fp8_scales_for_any_number_of_tokens(n: int, k: int) -> None:
         wanted = inputs.codes.double() * inputs.scales.double() @ exact.T
         found = kernel.run_quantized(inputs, weight).double()
         assert ((found - wanted).norm() / wanted.norm()).item() < 5e-3, tokens
+
+
+STREAMED = (
+    W4A8Config(64, 128, stages=4, stage_blocks=2, stream=True),
+    W4A8Config(128, 128, stages=4, parts=2, share=2, stream=True),
+    W4A16Config(64, 128, stages=4, stream=True),
+)
+
+
+@pytest.mark.parametrize("config", STREAMED, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(18960, 1088), (20480, 4096), (28672, 1152)])
+@pytest.mark.parametrize("tokens", [64, 130, 700])
+def test_tiles_divided_among_blocks(config: W4A8Config | W4A16Config, n: int, k: int, tokens: int) -> None:
+    kernel = W4A8 if isinstance(config, W4A8Config) else W4A16
+    weight = layer(kernel, n, k, scheme(kernel, 64))
+    fmt = kernel.block_format(weight)
+    fitting = fitted(config, fmt)
+    assert fitting is not None
+    assert fitting.schedule(tokens, n, -(-k // 128)).streamed
+    x = torch.randn(tokens, k, device=GPU, dtype=BF16)
+    packed, outs = weight.tensors["weight"], [x.new_full((tokens, n), float("nan")) for _ in range(3)]
+    exact = x.double()
+    for out in outs:
+        if isinstance(fitting, W4A8Config):
+            inputs = W4A8.quantize(x, weight)
+            exact = inputs.codes.double() * inputs.scales.double()
+            run_w4a8(fitting, fmt, *inputs, packed, None, out)
+        else:
+            run_w4a16(fitting, fmt, x, packed, None, out)
+    wanted = exact @ exact_weight(kernel.restore(weight)).T.to(GPU)
+    assert ((outs[0] - wanted).norm() / wanted.norm()).item() < 3e-3
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_each_stream_has_space_of_its_own() -> None:
+    reserve(0)
+    streams = [torch.cuda.Stream().cuda_stream for _ in range(8)]
+    spaces = [space(0, stream) for stream in streams]
+    found = [one for one in spaces if one is not None]
+    assert len(set(found)) == len(found) < len(streams)
+    assert [space(0, stream) for stream in streams] == spaces
 
 
 def test_wrong_operands_are_one_line() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,16 +22,10 @@ from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
 from halfbyte.kernels.problem import LinearProblem, Prepared
 
 _MOST_ERROR = 3e-3
-# Tokens and rows of tiles, and in how many parts the tokens are multiplied where a kernel can do that.
-_SIXTY_FOUR = ((64, 128, 1), (64, 128, 2), (64, 192, 1), (64, 192, 2), (64, 256, 1))
-_MANY = (
-    *((64, 128, parts) for parts in (1, 2)),
-    *((96, 192, parts) for parts in (1, 2, 3)),
-    *((128, 128, parts) for parts in (1, 2, 4)),
-    *((128, 192, parts) for parts in (4,)),
-    *((192, 128, parts) for parts in (3, 6)),
-    *((256, 128, parts) for parts in (4, 8)),
-)
+# Tokens and rows of tiles, and in how many parts the tokens are multiplied.
+_SIXTY_FOUR = ((64, 64, 1), (64, 128, 1), (64, 192, 1))
+_MANY = ((64, 128, 1), (96, 192, 1), (128, 128, 1), (128, 128, 2), (192, 128, 3))
+_STAGES = ((4, 2), (4, 1), (8, 1))  # and blocks of K in each
 _GROUP = 128
 
 Run = Callable[[TileConfig, BlockFormat, torch.Tensor, torch.Tensor], None]
@@ -83,11 +78,11 @@ def _tiles(config: Callable[..., TileConfig], tokens: int) -> Iterator[TileConfi
                 yield config(tile, rows, split, 1, stages, blocks)
         return
     splits = (1, 2, 4, 8) if tokens <= 256 else (1, 2) if tokens <= 512 else (1,)
-    for tile, rows, parts in _MANY if tokens > 64 else _SIXTY_FOUR:
-        for split in splits:
-            for share in (1, 2):
-                if split * share <= 8:
-                    yield config(tile, rows, split, share, 8, parts=parts)
+    tiles = _MANY if tokens > 64 else _SIXTY_FOUR
+    for (tile, rows, parts), (stages, blocks), split, share in product(tiles, _STAGES, splits, (1, 2)):
+        for stream in (False, True) if split == 1 else (False,):
+            if split * share <= 8:
+                yield config(tile, rows, split, share, stages, 1, parts, stream, blocks)
 
 
 def tune(

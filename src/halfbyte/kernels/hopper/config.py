@@ -115,6 +115,7 @@ class TileConfig(ABC):
             "SHARE": self.share,
             "STAGES": self.stages,
             "STAGE_BLOCKS": self.stage_blocks,
+            "STREAM": int(self.stream),
             "COLUMNS": self.columns,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "GROUP_SIZE": fmt.group_size,

@@ -52,7 +52,7 @@ def run_w4a16(
     out: torch.Tensor,
 ) -> None:
     """:func:`w4a16_linear` cut as ``config`` says, into ``out``. Errors: operands of another dtype or layout."""
-    tokens, inputs = x.shape
+    inputs = x.shape[1]
     require(
         "w4a16_linear",
         (x.dtype in OUTPUTS and x.is_contiguous(), "x must be contiguous bfloat16 or float16", x),

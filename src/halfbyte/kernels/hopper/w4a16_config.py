@@ -15,7 +15,8 @@ class W4A16Config(TileConfig):
     def takes(self, fmt: BlockFormat) -> bool:
         # Registers of a thread, less those for addresses: sums, one part's sums, a stage's codes.
         most = {64: 196, 128: 196, 192: 124, 256: 84}[self.rows]
-        return self.tokens // 2 + self.columns // 2 + 32 <= most and (self.tokens <= 128 or self.split == 1)
+        fits = self.tokens // 2 + self.columns // 2 + 32 <= most
+        return fits and self.stage_blocks == 1 and (self.tokens <= 128 or self.split == 1)
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
         total = up(self.stages * self.tokens * INPUTS * 2 + self.staged_bytes, 128)

@@ -32,7 +32,7 @@ class W4A8Config(TileConfig):
 
     def ahead(self, fmt: BlockFormat) -> bool:
         """Whether the next stage's codes have registers of their own."""
-        return self.many and self._registers(self.sums(fmt), 2) <= self._most
+        return self.many and fmt.groups == 1 and self._registers(self.sums(fmt), 2) <= self._most
 
     @property
     def _most(self) -> int:
@@ -74,12 +74,15 @@ TABLE = Table(
         (32, 6144, ANY, W4A8Config(32, 128, split=8, stages=6, blocks_per_sm=2)),
         (32, 12288, ANY, W4A8Config(32, 128, split=2, stages=14)),
         (32, ANY, ANY, W4A8Config(32, 128, stages=6, blocks_per_sm=2)),
-        (64, 12288, ANY, W4A8Config(64, 128, split=2)),
-        (64, ANY, ANY, W4A8Config(64, 256, stages=6)),
-        (64, ANY, ANY, W4A8Config(64, 128)),
-        (128, 6144, ANY, W4A8Config(64, 128, split=2, stages=4)),
-        (128, 12288, ANY, W4A8Config(128, 128, split=2, stages=4, parts=2)),
-        (256, 6144, ANY, W4A8Config(128, 128, split=2, stages=4, parts=2)),
-        (ANY, ANY, ANY, W4A8Config(128, 128, stages=4, parts=2)),
+        (64, 6144, ANY, W4A8Config(64, 64, split=2, stages=4, stage_blocks=2)),
+        (64, 12288, ANY, W4A8Config(64, 128, split=2, stages=4, stage_blocks=2)),
+        (64, 32768, ANY, W4A8Config(64, 128, stages=4, stage_blocks=2)),
+        (64, ANY, ANY, W4A8Config(64, 128, stages=4, stage_blocks=2, stream=True)),
+        (128, 6144, ANY, W4A8Config(64, 128, split=2, stages=4, stage_blocks=2)),
+        (128, 12288, ANY, W4A8Config(128, 128, split=2, stages=4)),
+        (128, ANY, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2)),
+        (256, 6144, ANY, W4A8Config(64, 128, stages=4, stage_blocks=2)),
+        (256, ANY, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2, parts=2)),
+        (ANY, ANY, ANY, W4A8Config(128, 128, share=2, stages=4, stage_blocks=2)),
     )
 )

@@ -13,7 +13,8 @@ class W4A8Fp8ScalesConfig(TileConfig):
     """See :class:`TileConfig`."""
 
     def takes(self, fmt: BlockFormat) -> bool:
-        return self.stages % 2 == 0 and self.parts == 1 and (self.tokens <= 128 or self.split == 1)
+        pairs = self.stages % 2 == 0 and self.stage_blocks == 1
+        return pairs and self.parts == 1 and (self.tokens <= 128 or self.split == 1)
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
         total = up(self.stages * self.tokens * INPUTS + self.staged_bytes, 128)

@@ -14,6 +14,12 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+__device__ __forceinline__ int thread_now() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // ---- Barriers in shared memory -------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {

@@ -4,7 +4,7 @@
 // with neighbouring features load each activation once for all of them (multicast); SPLIT blocks divide K and add up
 // in each other's shared memory.
 //
-// The including file defines TOKENS, TILE_ROWS, SPLIT, SHARE, STAGES, STAGE_BLOCKS, BLOCKS_PER_SM, GROUP_SIZE, ZERO_POINTS, COLUMNS,
+// The including file defines TOKENS, TILE_ROWS, SPLIT, SHARE, STAGES, STAGE_BLOCKS, STREAM, BLOCKS_PER_SM, GROUP_SIZE, ZERO_POINTS, COLUMNS,
 // SHARED_BYTES, Scale, Out.
 #pragma once
 #include "hopper.cuh"
@@ -74,37 +74,35 @@ struct Segment {
 struct Schedule {
     const Problem& p;
     const Tiles tiles;
-    const int me, clusters, quanta, end;
     const u32 part;
-    int at, item;
+    int item, at = 0, end = 0;
     __device__ __forceinline__ Schedule(const Problem& problem, const Place& place)
-        : p(problem),
-          tiles(problem),
-          me(blockIdx.x / CLUSTER),
-          clusters(gridDim.x / CLUSTER),
-          quanta((problem.blocks_k + problem.quantum - 1) / problem.quantum),
-          end(first_of(blockIdx.x / CLUSTER + 1)),
-          part(place.part),
-          at(first_of(blockIdx.x / CLUSTER)),
-          item(problem.streamed + static_cast<int>(blockIdx.x / CLUSTER)) {}
+        : p(problem), tiles(problem), part(place.part), item(problem.streamed + static_cast<int>(cluster())) {
+        if constexpr (STREAM) at = first_of(cluster()), end = first_of(cluster() + 1);
+    }
+    __device__ __forceinline__ static u32 cluster() { return blockIdx.x / CLUSTER; }
+    __device__ __forceinline__ static u32 clusters() { return gridDim.x / CLUSTER; }
+    __device__ __forceinline__ int quanta() const { return (p.blocks_k + p.quantum - 1) / p.quantum; }  // of a tile
     // Where in the streamed tiles a cluster begins, in quanta.
-    __device__ __forceinline__ int first_of(int cluster) const {
-        return static_cast<int>(static_cast<u32>(p.streamed * quanta) * cluster / clusters);
+    __device__ __forceinline__ int first_of(u32 cluster) const {
+        return static_cast<int>(static_cast<u32>(p.streamed * quanta()) * cluster / clusters());
     }
     __device__ __forceinline__ bool next(Segment& s) {
-        if (at < end) {
-            const int tile = at / quanta, begin = at % quanta, stop = min(quanta, begin + end - at);
-            tiles.at(tile, s.feature_tile, s.token_base);
-            s.k_begin = begin * p.quantum;
-            s.k_end = min(stop * p.quantum, p.blocks_k);
-            at += stop - begin;
-            return true;
+        if constexpr (STREAM) {
+            if (at < end) {
+                const int tile = at / quanta(), begin = at % quanta(), stop = min(quanta(), begin + end - at);
+                tiles.at(tile, s.feature_tile, s.token_base);
+                s.k_begin = begin * p.quantum;
+                s.k_end = min(stop * p.quantum, p.blocks_k);
+                at += stop - begin;
+                return true;
+            }
         }
         if (item >= tiles.count()) return false;
         tiles.at(item, s.feature_tile, s.token_base);
         s.k_begin = p.blocks_k * part / SPLIT;
         s.k_end = p.blocks_k * (part + 1) / SPLIT;
-        item += clusters;
+        item += clusters();
         return true;
     }
 };
@@ -272,9 +270,10 @@ __device__ __forceinline__ void give_sums(const Problem& p, Of of) {
 // tile. of(j): this thread's sum j, to be added to.
 template <class Of>
 __device__ __forceinline__ void take_sums(const Problem& p, const Schedule& schedule, const Place& place, Of of) {
-    const int tile_end = (schedule.end / schedule.quanta + 1) * schedule.quanta;
-    for (int giver = schedule.me + 1, at = schedule.end; at < tile_end; ++giver) {
-        const int until = schedule.first_of(giver + 1);
+    const int tile_end = (schedule.end / schedule.quanta() + 1) * schedule.quanta();
+    u32 giver = Schedule::cluster();
+    for (int at = schedule.end; at < tile_end;) {
+        const int until = schedule.first_of(++giver + 1);
         if (until == at) continue;
         at = until;
         const u32 block = giver * CLUSTER + place.rank;
@@ -297,7 +296,8 @@ template <class Of, class OfFeature, class Finished>
 __device__ __forceinline__ void store_tile(
     Pipeline& pipeline, Staged& staged, const Problem& p, const Place& place, const TensorMap& out_map, int feature_base,
     int token_base, Of of, OfFeature of_feature, Finished finished, Out* out) {
-    const int thread = threadIdx.x, lane = thread & 31, warpgroup = thread / 128, warp = thread / 32 % 4;
+    // Read anew, or else the compiler computes addresses before the loop and has them in its way all along.
+    const int thread = thread_now(), lane = thread & 31, warpgroup = thread / 128, warp = thread / 32 % 4;
     if constexpr (SPLIT > 1) {
         constexpr int PART = QUADS / SPLIT;
         const u32 buffer = shared_address(staged.partial), barrier = shared_address(&pipeline.reduced);

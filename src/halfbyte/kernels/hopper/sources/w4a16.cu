@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
         }
 
         auto total_of = [&](int j) -> float& { return total[j / PART_SUMS][j % PART_SUMS]; };
-        if constexpr (SPLIT == 1) {
+        if constexpr (STREAM) {
             if (segment.k_begin > 0) {
                 give_sums(p, total_of);
                 continue;

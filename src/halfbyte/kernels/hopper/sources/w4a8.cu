@@ -4,48 +4,45 @@
 // as c + 1/2 (w4a8_codes.py); what that is too much, and zero points, are the product of `offsets` (scale times
 // -(zero point + 1/2)) and the activations' sums over each group. For few tokens (MANY = 0) that is one more addition
 // for each sum; for many it is a matrix product in BF16, eight groups at a time, whose operands are split in high and
-// low parts: high offsets with high and low sums, low offsets with high sums. It goes through `sum` as the others do: in
-// `total` it would bind the compiler to keep that in the order of the instruction's registers.
+// low parts: high offsets with high and low sums, low offsets with high sums.
 #include "linear.cuh"
 
 constexpr int OCTET = 8;  // groups whose offsets are multiplied at once
 constexpr bool SPLIT_OFFSETS = ZERO_POINTS || !Scale::FITS_BF16;
 constexpr int SUM_BYTES = TOKENS * 16;  // of an octet, high or low
 constexpr int STEPS = GROUPS * PARTS;   // products of codes in one block of K, each promoted by itself
-// Many tokens go through K in rounds of BLOCKS, which are unrolled. In a round, octets of groups follow each other: each
-// group's parts, then those of the offsets.
+// Many tokens go through K in rounds of BLOCKS, which are unrolled.
 constexpr int BLOCKS = 8;
-constexpr int OCTET_STEPS = (OCTET + 1) * PARTS;
-constexpr int ROUND = BLOCKS * GROUPS / OCTET * OCTET_STEPS;
+constexpr int ROUND = BLOCKS * STEPS;
 // While a step is promoted, so many steps after it are multiplied. With AHEAD the next block's codes have registers of
 // their own, and the tensor cores need not run dry between blocks.
 constexpr int FLIGHT = SUMS - 1;
+// Where the next block's scales are known in time, the offsets of an octet are multiplied under its last group's codes.
+constexpr bool OFFSETS_EARLY = AHEAD && GROUPS == 1;
 constexpr float HALF_CODE = -0.5f / 256;
 constexpr float SUM_FACTOR = ZERO_POINTS ? 1.0f : HALF_CODE;  // what the scales as offsets are short of
+static_assert(!AHEAD || FLIGHT <= STEPS, "a block's codes are free while the next one is multiplied");
 static_assert(!MANY || BLOCKS % (STAGES * STAGE_BLOCKS) == 0, "a round goes through all stages as often");
 
 // Step r of a round.
 struct Step {
-    int r, group, part;  // group: of the round; that of an octet's offsets: -1
-    __device__ __forceinline__ explicit Step(int r)
-        : r(r),
-          group(r % OCTET_STEPS < OCTET * PARTS ? r / OCTET_STEPS * OCTET + r % OCTET_STEPS / PARTS : -1),
-          part(r % PARTS) {}
-    __device__ __forceinline__ bool is_offsets() const { return group < 0; }
+    int r, group, part;  // group: of the round
+    __device__ __forceinline__ explicit Step(int r) : r(r), group(r / PARTS), part(r % PARTS) {}
     __device__ __forceinline__ int block() const { return group / GROUPS; }
-    __device__ __forceinline__ bool begins_block() const { return !is_offsets() && group % GROUPS == 0 && part == 0; }
-    __device__ __forceinline__ bool ends_block() const {
-        return !is_offsets() && group % GROUPS == GROUPS - 1 && part == PARTS - 1;
-    }
+    __device__ __forceinline__ bool begins_block() const { return r % STEPS == 0; }
+    __device__ __forceinline__ bool ends_block() const { return r % STEPS == STEPS - 1; }
     // Whether nothing may be in flight after it. (Without AHEAD: a block's codes give way to the next one's.)
-    __device__ __forceinline__ bool drains() const {
-        return r == ROUND - 1 || (!AHEAD && (ends_block() || (is_offsets() && part == PARTS - 1)));
-    }
+    __device__ __forceinline__ bool drains() const { return r == ROUND - 1 || (!AHEAD && ends_block()); }
     // The first step that is not through when this one begins, if those may be all that have begun.
-    __device__ __forceinline__ int not_drained() const {
-        const int in_octet = r % OCTET_STEPS;
-        return AHEAD ? 0 : r - in_octet + (is_offsets() ? OCTET * PARTS : in_octet / STEPS * STEPS);
+    __device__ __forceinline__ int not_drained() const { return AHEAD ? 0 : r - r % STEPS; }
+    // Of how many parts the octet's offsets come after it. All of them under the last but one
+    // group's codes, as soon as the last group's scales are there; else each between two steps of its own.
+    __device__ __forceinline__ int offsets_after() const {
+        const int to_come = OCTET - 1 - group % OCTET;
+        if (OFFSETS_EARLY && FLIGHT > 0) return to_come == 2 && part == PARTS - 1 ? PARTS : 0;
+        return to_come == (OFFSETS_EARLY ? 1 : 0) ? 1 : 0;
     }
+    __device__ __forceinline__ bool ends_octet() const { return group % OCTET == OCTET - 1 && part == PARTS - 1; }
 };
 
 __device__ __forceinline__ int stage_of(int block) { return block / STAGE_BLOCKS % STAGES; }
@@ -63,7 +60,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts less");
 
-constexpr int PRODUCER_REGISTERS = MANY ? 56 : 32;
+constexpr int PRODUCER_REGISTERS = !MANY ? 32 : TOKENS < 192 ? 56 : 40;
 using Budget = Registers<PRODUCER_REGISTERS>;
 
 // Codes of set A and of set B as E4M3 bytes. ones: 0x01010101 in a register; an instruction takes one immediate.
@@ -112,25 +109,25 @@ __device__ __forceinline__ void load_sums(
             if (octet % 2 != which) continue;
             barrier_wait(shared_address(&shared.sums_empty[which]), octet / 2 % 2 ^ 1);
             u8* const tile = shared.sum_tiles[which];
-#pragma unroll 2
-            for (int i = lane; i < TOKENS; i += 32) {
-                const int token = segment.token_base + i;
-                const float* from = sums + static_cast<u64>(group) * p.sums_pitch + token;
-                const int have = token < p.sums_pitch ? last_group - group : 0;
-                float values[OCTET];
+#pragma unroll 1
+            for (int i = lane; i < TOKENS * 2; i += 32) {  // a token, half of the groups
+                const int in_tile = i % TOKENS, first = i / TOKENS * (OCTET / 2), token = segment.token_base + in_tile;
+                const float* from = sums + static_cast<u64>(group + first) * p.sums_pitch + token;
+                const int have = token < p.sums_pitch ? last_group - group - first : 0;
+                u32 high[2], low[2];
 #pragma unroll
-                for (int g = 0; g < OCTET; ++g)
-                    values[g] = g < have ? from[static_cast<u64>(g) * p.sums_pitch] * SUM_FACTOR : 0.0f;
-                u32 high[OCTET / 2], low[OCTET / 2];
+                for (int pair = 0; pair < 2; ++pair) {
+                    float values[2];
 #pragma unroll
-                for (int pair = 0; pair < OCTET / 2; ++pair) {
-                    const float first = values[pair * 2], second = values[pair * 2 + 1];
-                    high[pair] = Bf16::pack(first, second);
+                    for (int e = 0; e < 2; ++e, from += p.sums_pitch)
+                        values[e] = pair * 2 + e < have ? *from * SUM_FACTOR : 0.0f;
+                    high[pair] = Bf16::pack(values[0], values[1]);
                     low[pair] = Bf16::pack(
-                        first - __uint_as_float(high[pair] << 16), second - __uint_as_float(high[pair] & 0xFFFF0000));
+                        values[0] - __uint_as_float(high[pair] << 16), values[1] - __uint_as_float(high[pair] & 0xFFFF0000));
                 }
-                *reinterpret_cast<uint4*>(tile + i * 16) = make_uint4(high[0], high[1], high[2], high[3]);
-                *reinterpret_cast<uint4*>(tile + SUM_BYTES + i * 16) = make_uint4(low[0], low[1], low[2], low[3]);
+                u8* const to = tile + in_tile * 16 + first * 2;
+                *reinterpret_cast<uint2*>(to) = make_uint2(high[0], high[1]);
+                *reinterpret_cast<uint2*>(to + SUM_BYTES) = make_uint2(low[0], low[1]);
             }
             copy_engine_fence();
             __syncwarp();
@@ -213,6 +210,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             // This thread's part of the left operand: offsets of its two rows and, of an octet's groups, two.
             float kept[2][2] = {};
             u32 offsets[2][4];
+            auto keep = [&](int group) {
+                const auto& of = offset[AHEAD ? group / GROUPS % 2 : 0][group % GROUPS];
+                if (group % OCTET / 2 == lane % 4) kept[group % 2][0] = of[0], kept[group % 2][1] = of[1];
+            };
             auto take = [&](int block) {
                 const int stage = stage_of(block);
                 if (block % STAGE_BLOCKS == 0) barrier_wait(shared_address(&pipeline.full[stage]), phases.next(stage));
@@ -226,16 +227,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                     scale[AHEAD ? block % 2 : 0][g][half] = of_row;
                     offset[AHEAD ? block % 2 : 0][g][half] = ZERO_POINTS ? of_row * zeros[at].value() : of_row;
                 }
+                if constexpr (OFFSETS_EARLY) keep(block);
             };
             // last: of its stage, or of all.
             auto leave = [&](int block, bool last) {
                 if (last || block % STAGE_BLOCKS == STAGE_BLOCKS - 1) pipeline.leave(stage_of(block), place);
             };
-            auto begin_group = [&](int group, int part) {
-                const auto& of = offset[AHEAD ? group / GROUPS % 2 : 0][group % GROUPS];
-                if (part == 0 && group % OCTET / 2 == lane % 4) kept[group % 2][0] = of[0], kept[group % 2][1] = of[1];
-            };
-            auto multiply_offsets = [&](float(&to)[PART_SUMS], int part) {
+            auto multiply_offsets = [&](int part) {
                 if (part == 0) {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
@@ -249,8 +247,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                 }
                 const u64 tile = plain_tile(shared_address(shared.sum_tiles[octets % 2]), SUM_BYTES) + part * COLUMNS;
                 mma_fence();
-                mma_bf16(to, offsets[0], tile, false);
-                if constexpr (SPLIT_OFFSETS) mma_bf16(to, offsets[1], tile, true);
+                mma_bf16(total[part], offsets[0], tile, true);
+                if constexpr (SPLIT_OFFSETS) mma_bf16(total[part], offsets[1], tile, true);
                 mma_commit();
             };
             auto leave_sums = [&] {
@@ -262,10 +260,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
                 for (int j = 0; j < PART_SUMS; ++j) total[part][j] += scales[j / 2 % 2] * from[j];
             };
-            auto add = [&](const float(&from)[PART_SUMS], int part) {
-#pragma unroll
-                for (int j = 0; j < PART_SUMS; ++j) total[part][j] += from[j];
-            };
 
             if (left > 0) take(0);
             for (; left >= BLOCKS; left -= BLOCKS) {  // no branches inside: products in flight do not outlive a round
@@ -273,27 +267,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                     if (block < BLOCKS || (block == BLOCKS && left > BLOCKS)) take(block % BLOCKS);
                 };
                 auto finish = [&](const Step& step) {
-                    if (step.is_offsets()) {
-                        add(sum[step.r % SUMS], step.part);
-                        if (step.part == PARTS - 1) leave_sums();
-                        return;
-                    }
                     promote(sum[step.r % SUMS], step.group, step.part);
                     if (step.ends_block()) {
                         leave(step.block(), false);
-                        if (!AHEAD) take_if_any(step.block() + 1);
                         if (AHEAD && FLIGHT > 0) take_if_any(step.block() + 2);
                     }
+#pragma unroll
+                    for (int i = 0; i < step.offsets_after(); ++i) multiply_offsets(OFFSETS_EARLY && FLIGHT > 0 ? i : step.part);
+                    if (step.ends_octet()) {
+                        if (!OFFSETS_EARLY) mma_wait<0>();
+                        leave_sums();
+                    }
+                    if (!AHEAD && step.ends_block()) take_if_any(step.block() + 1);
                 };
 #pragma unroll
                 for (int r = 0; r < ROUND; ++r) {
                     const Step step(r);
-                    if (step.is_offsets()) {
-                        multiply_offsets(sum[r % SUMS], step.part);
-                    } else {
-                        begin_group(step.group, step.part);
-                        multiply(sum[r % SUMS], step.block(), step.group % GROUPS, step.part);
-                    }
+                    if (!OFFSETS_EARLY && step.part == 0) keep(step.group);
+                    multiply(sum[r % SUMS], step.block(), step.group % GROUPS, step.part);
                     if (AHEAD && step.begins_block() && (FLIGHT == 0 || r == 0)) take_if_any(step.block() + 1);
                     if (step.drains()) {
                         mma_wait<0>();
@@ -311,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
                     for (int step = 0; step < STEPS; ++step) {
                         const int g = step / PARTS, part = step % PARTS;
-                        begin_group(block * GROUPS + g, part);
+                        if (!OFFSETS_EARLY && part == 0) keep(block * GROUPS + g);
                         multiply(sum[0], block, g, part);
                         mma_wait<0>();
                         promote(sum[0], block * GROUPS + g, part);
@@ -319,11 +310,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                     leave(block, left == 1);
                     if ((block + 1) * GROUPS % OCTET == 0 || left == 1) {  // groups that a last octet lacks have sums of zero
 #pragma unroll
-                        for (int part = 0; part < PARTS; ++part) {
-                            multiply_offsets(sum[0], part);
-                            mma_wait<0>();
-                            add(sum[0], part);
-                        }
+                        for (int part = 0; part < PARTS; ++part) multiply_offsets(part);
+                        mma_wait<0>();
                         leave_sums();
                     }
                     if (left > 1) take((block + 1) % BLOCKS);
@@ -389,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
         }
 
         auto total_of = [&](int j) -> float& { return total[j / PART_SUMS][j % PART_SUMS]; };
-        if constexpr (SPLIT == 1) {
+        if constexpr (STREAM) {
             if (segment.k_begin > 0) {
                 give_sums(p, total_of);
                 continue;

@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
         }
 
         auto total_of = [&](int j) -> float& { return sum[j]; };
-        if constexpr (SPLIT == 1) {
+        if constexpr (STREAM) {
             if (segment.k_begin > 0) {
                 give_sums(p, total_of);
                 continue;
