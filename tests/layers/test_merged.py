@@ -127,7 +127,7 @@ def test_quantized_inputs_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     merged = MergedLinear(parts, "model.merged")
     assert merged.takes_quantized(x)
     shared = merged.quantize(x)
-    assert shared.sums.shape == (COLUMNS // sum_group(merged.scheme), 4)
+    assert shared.sums.shape == (3, COLUMNS // sum_group(merged.scheme))
     torch.testing.assert_close(merged.forward_quantized(shared, torch.float32), want)
     assert kernel.calls == [(3, COLUMNS)]
     halved = merged.forward_quantized(shared, torch.float16)

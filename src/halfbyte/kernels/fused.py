@@ -91,10 +91,9 @@ def quantize(x: torch.Tensor, group: int) -> QuantizedInputs:
     if ops := ops_for(x):
         return QuantizedInputs(*ops.quantize_fp8_per_token(x, group))
     codes, scales = quantize_activations(x, FP8_TOKEN)
-    tokens, columns = codes.shape
-    values = functional.pad(codes.float(), (0, -columns % group, 0, -tokens % 4))
-    sums = values.unflatten(-1, (-1, group)).sum(-1)
-    return QuantizedInputs(codes, scales, sums.T.contiguous())
+    groups = -(-codes.shape[1] // group)
+    values = functional.pad(codes.float(), (0, (groups + 3) // 4 * 4 * group - codes.shape[1]))
+    return QuantizedInputs(codes, scales, values.unflatten(-1, (-1, group)).sum(-1)[:, :groups])
 
 
 class QuantizesTokens:

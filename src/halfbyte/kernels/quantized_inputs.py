@@ -17,8 +17,8 @@ _SUM_GROUPS = (32, 64, 128)
 class QuantizedInputs(NamedTuple):
     """``[M, K]`` inputs in E4M3, one dynamic scale per token.
 
-    codes: float8_e4m3fn ``[M, K]``. scales: fp32 ``[M, 1]``. sums: fp32 ``[ceil(K / group), ceil4(M)]``, the sum of
-    each token's codes (their values, unscaled) over each group along K; columns from M on are 0.
+    codes: float8_e4m3fn ``[M, K]``. scales: fp32 ``[M, 1]``. sums: fp32 ``[M, ceil(K / group)]``, the sum of each
+    token's codes (their values, unscaled) over each group along K; rows are multiples of 16 bytes apart.
     """
 
     codes: torch.Tensor

@@ -145,16 +145,16 @@ def test_gates_that_are_not_finite_stay_in_their_row(run: Runner) -> None:
     others = [0, 2, 4, 6]
     assert_same(codes[others], clean[0][others])
     assert_same(scales[others], clean[1][others])
-    assert_same(sums[:, others], clean[2][:, others])
+    assert_same(sums[others], clean[2][others])
 
 
 FAKE_CALLS = [
-    ("quantize_fp8_per_token", 1, (32,), [(9, 200), (9, 1), (7, 12)]),
+    ("quantize_fp8_per_token", 1, (32,), [(9, 200), (9, 1), (9, 7)]),
     ("quantize_int8_per_token", 1, (), [(9, 200), (9, 1)]),
     ("silu_and_mul", 2, (), [(9, 200)]),
     ("gelu_tanh_and_mul", 2, (), [(9, 200)]),
-    ("silu_and_mul_quantize_fp8", 2, (128,), [(9, 200), (9, 1), (2, 12)]),
-    ("gelu_tanh_and_mul_quantize_fp8", 2, (64,), [(9, 200), (9, 1), (4, 12)]),
+    ("silu_and_mul_quantize_fp8", 2, (128,), [(9, 200), (9, 1), (9, 2)]),
+    ("gelu_tanh_and_mul_quantize_fp8", 2, (64,), [(9, 200), (9, 1), (9, 4)]),
 ]
 
 
@@ -167,7 +167,8 @@ def test_fake_outputs_have_the_shapes(
         outputs = getattr(ops, op)(*[x] * tensors, *rest)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     assert [tuple(out.shape) for out in outputs] == shapes_out
-    assert all(out.is_contiguous() for out in outputs)
+    assert all(out.is_contiguous() for out in outputs[:2])
+    assert all(out.stride(0) % 4 == 0 for out in outputs[2:])
     codes = {"quantize_int8_per_token": torch.int8, "silu_and_mul": x.dtype, "gelu_tanh_and_mul": x.dtype}
     assert outputs[0].dtype == codes.get(op, torch.float8_e4m3fn)
     assert all(out.dtype == torch.float32 for out in outputs[1:])

@@ -26,17 +26,17 @@ _HEADERS = ("hopper.cuh", "linear.cuh")
 class Source:
     """One specialised kernel. file: in ``sources/``. defines: the constants that the file leaves open.
 
-    mma: (columns, operands, name, swizzled) of each matrix instruction the file uses.
+    mma: (columns, operands, name, row_bytes) of each matrix instruction the file uses.
     """
 
     file: str
     kernel: str
     defines: tuple[tuple[str, str | int], ...]
-    mma: tuple[tuple[int, str, str, bool], ...]
+    mma: tuple[tuple[int, str, str, int], ...]
 
     @staticmethod
     def of(
-        file: str, kernel: str, defines: Mapping[str, str | int], *mma: tuple[int, str, str, bool]
+        file: str, kernel: str, defines: Mapping[str, str | int], *mma: tuple[int, str, str, int]
     ) -> Source:
         return Source(file, kernel, tuple(sorted(defines.items())), mma)
 

@@ -109,20 +109,22 @@ def tensor_map(
     pitch: int,
     box_rows: int,
     box_columns: int,
-    swizzle: bool,
+    swizzle: int,
 ) -> ctypes.Array:
     """128 bytes that describe ``[rows, columns]`` at ``address`` and the box that one copy takes from it.
 
-    element: ``u8`` or ``bf16`` (any 2 bytes). pitch: bytes from row to row, a multiple of 16. What lies
-    outside reads as zero. swizzle: 128 bytes. (CUDA driver API, cuTensorMapEncodeTiled.)
+    element: ``u8``, ``bf16`` (any 2 bytes) or ``f32``. pitch: bytes from row to row, a multiple of 16. What lies
+    outside reads as zero. swizzle: of 128 or 32 bytes. (CUDA driver API, cuTensorMapEncodeTiled.)
     """
     driver = _driver()
     u32, u64, kinds = driver.cuuint32_t, driver.cuuint64_t, driver.CUtensorMapDataType
     kind = {
         "u8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         "bf16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "f32": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
     }[element]
     swizzles = driver.CUtensorMapSwizzle
+    swizzled = {128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B, 32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B}[swizzle]
     made = _checked(
         driver.cuTensorMapEncodeTiled(
             kind,
@@ -133,7 +135,7 @@ def tensor_map(
             [u32(box_columns), u32(box_rows)],
             [u32(1), u32(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzle else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+            swizzled,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),

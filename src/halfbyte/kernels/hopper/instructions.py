@@ -6,35 +6,35 @@ _KINDS = {
     "e4m3": ("k32.f32.e4m3.e4m3", "1, 1"),
     "bf16": ("k16.f32.bf16.bf16", "1, 1, 0"),
     "f16": ("k16.f32.f16.f16", "1, 1, 0"),
+    "tf32": ("k8.f32.tf32.tf32", "1, 1"),
 }
-# The upper half of a descriptor of 8 rows x 128 bytes in the 128-byte swizzle (PTX ISA, matrix descriptor).
-_SWIZZLED = "0x40000040"
+# The upper half of the descriptor of rows of so many bytes, eight of which lie together in the swizzle of as many bytes
+# (PTX ISA, matrix descriptor).
+_UPPER_HALF = {128: "0x40000040", 32: "0xC0000010"}
 
 
-def warpgroup_mma(columns: int, operands: str, name: str, swizzled: bool) -> str:
+def warpgroup_mma(columns: int, operands: str, name: str, row_bytes: int) -> str:
     """A function ``name(sum, a, b, accumulate)``: ``sum (+)= a @ b`` for 64 rows, ``columns`` columns, 32 bytes of K.
 
-    a: four registers a thread (PTX ISA, wgmma, register fragment of A). b: descriptor of a K-major tile; swizzled:
-    its lower half, the upper one being always the same.
+    a: four registers a thread (PTX ISA, wgmma, register fragment of A). b: lower half of the descriptor of a K-major
+    tile with rows of ``row_bytes``; the upper one is always the same.
     """
     shape, modifiers = _KINDS[operands]
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     a = ", ".join(f"%{count + i}" for i in range(4))
     outputs = ", ".join(f'"+f"(sum[{i}])' for i in range(count))
-    declared, b = "", f"%{count + 4}"
-    if swizzled:
-        declared, b = f".reg .b64 b;\\nmov.b64 b, {{{b}, {_SWIZZLED}}};\\n", "b"
-    kind, constraint = ("u32", "r") if swizzled else ("u64", "l")
     inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     return f"""
 __device__ __forceinline__ void {name}(
-    float (&sum)[{count}], const u32 (&a)[4], {kind} b, bool accumulate) {{
+    float (&sum)[{count}], const u32 (&a)[4], u32 b, bool accumulate) {{
     asm volatile(
-        "{{\\n.reg .pred p;\\n{declared}setp.ne.b32 p, %{count + 5}, 0;\\n"
+        "{{\\n.reg .pred p;\\n.reg .b64 b;\\n"
+        "mov.b64 b, {{%{count + 4}, {_UPPER_HALF[row_bytes]}}};\\n"
+        "setp.ne.b32 p, %{count + 5}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{columns}{shape} "
-        "{{{sums}}}, {{{a}}}, {b}, p, {modifiers};\\n}}"
+        "{{{sums}}}, {{{a}}}, b, p, {modifiers};\\n}}"
         : {outputs}
-        : {inputs}, "{constraint}"(b), "r"(static_cast<int>(accumulate)));
+        : {inputs}, "r"(b), "r"(static_cast<int>(accumulate)));
 }}
 """

@@ -25,10 +25,7 @@ class Problem(ctypes.Structure):
     """``struct Problem`` of ``linear.cuh``."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_int)
-            for name in ("tokens", "features", "groups", "blocks_k", "rows64", "sums_pitch", "raster")
-        ),
+        *((name, ctypes.c_int) for name in ("tokens", "features", "blocks_k", "rows64", "raster")),
         *((name, ctypes.c_int) for name in ("streamed", "quantum")),
         *((name, ctypes.c_void_p) for name in ("partials", "flags")),
     ]
@@ -36,33 +33,32 @@ class Problem(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Linear:
-    """One product to run: ``x [M, K]``, packed ``weight``, ``out [M, N]``. sums_pitch: of the activations' sums."""
+    """One product to run: ``x [M, K]``, packed ``weight``, ``out [M, N]``."""
 
     config: TileConfig
     fmt: BlockFormat
     x: torch.Tensor
     weight: torch.Tensor
     out: torch.Tensor
-    sums_pitch: int = 0
 
-    def launch(self, source: Source, *arguments: torch.Tensor | None) -> None:
+    def launch(self, source: Source, *arguments: torch.Tensor | ctypes.Array | None) -> None:
         """Run the kernel on the current stream. arguments: what it takes between the maps and the problem."""
         with torch.cuda.device_of(self.out):
             maps = (self._x_map(), self._out_map())
             problem, blocks = self._problem()
             config = self.config
             shape = Launch((blocks, 1, 1), config.threads, config.shared_bytes(self.fmt), config.cluster)
-            function(source, self.out.device.index)(shape, [*maps, *map(pointer, arguments), problem])
+            given = (each if isinstance(each, ctypes.Array) else pointer(each) for each in arguments)
+            function(source, self.out.device.index)(shape, [*maps, *given, problem])
 
     def _problem(self) -> tuple[Problem, int]:
-        (tokens, inputs), (rows64, blocks_k, _) = self.x.shape, self.weight.shape
+        tokens, (rows64, blocks_k, _) = self.x.shape[0], self.weight.shape
         features = self.out.shape[1]
         stream = torch.cuda.current_stream().cuda_stream
         address = space(self.out.device.index, stream) if self.config.stream else None
         config = self.config if address else replace(self.config, stream=False)
         schedule = config.schedule(tokens, features, blocks_k)
-        groups = ceil_div(inputs, self.fmt.group_size)
-        numbers = (tokens, features, groups, blocks_k, rows64, self.sums_pitch, _RASTER)
+        numbers = (tokens, features, blocks_k, rows64, _RASTER)
         sums = address + FLAG_BYTES if address else None
         return Problem(*numbers, schedule.streamed, schedule.quantum, sums, address), schedule.blocks
 
@@ -70,12 +66,12 @@ class Linear:
         (tokens, inputs), size = self.x.shape, self.x.element_size()
         box = self.config.tokens // self.config.share
         kind = "u8" if size == 1 else "bf16"
-        return tensor_map(self.x.data_ptr(), kind, tokens, inputs, inputs * size, box, 128 // size, True)
+        return tensor_map(self.x.data_ptr(), kind, tokens, inputs, inputs * size, box, 128 // size, 128)
 
     def _out_map(self) -> ctypes.Array:
         tokens, features = self.out.shape
         box = self.config.staged_tokens
-        return tensor_map(self.out.data_ptr(), "bf16", tokens, features, features * 2, box, ROWS, True)
+        return tensor_map(self.out.data_ptr(), "bf16", tokens, features, features * 2, box, ROWS, 128)
 
 
 def require(op: str, *conditions: tuple[bool, str, torch.Tensor | None]) -> None:

@@ -6,9 +6,10 @@ import torch
 
 from halfbyte.kernels.hopper.blocks import BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
-from halfbyte.kernels.hopper.config import ceil_div, up
+from halfbyte.kernels.hopper.config import ceil_div
+from halfbyte.kernels.hopper.driver import tensor_map
 from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Linear, is_bias, is_packed, require
-from halfbyte.kernels.hopper.w4a8_config import TABLE, W4A8Config
+from halfbyte.kernels.hopper.w4a8_config import SUMS_AT_ONCE, TABLE, W4A8Config
 
 
 def block_format(group_size: int, scale: torch.dtype, zero_points: bool) -> BlockFormat:
@@ -31,10 +32,10 @@ def w4a8_linear(
 ) -> torch.Tensor:
     """``x_scale * (x @ weight.T) + bias`` as ``[M, out_features]`` in bfloat16 or float16.
 
-    x: E4M3 codes ``[M, K]``, contiguous. x_scale: fp32 ``[M, 1]``. x_sums: fp32 ``[ceil(K / group_size),
-    ceil4(M)]``, each token's sum of codes over each group. weight: blocks with ``w4a8_codes``, groups of
-    ``group_size`` inputs (32, 64, 128; a scale per channel is repeated), scales in ``scale_dtype`` and zero points or
-    none. bias: in ``out_dtype``.
+    x: E4M3 codes ``[M, K]``, contiguous. x_scale: fp32 ``[M, 1]``. x_sums: fp32 ``[M, ceil(K / group_size)]``, each
+    token's sum of codes over each group, with rows multiples of 16 bytes apart. weight: blocks with ``w4a8_codes``,
+    groups of ``group_size`` inputs (32, 64, 128; a scale per channel is repeated), scales in ``scale_dtype`` and zero
+    points or none. bias: in ``out_dtype``.
     """
     out = x.new_empty((x.shape[0], out_features), dtype=out_dtype)
     if x.shape[0]:
@@ -61,7 +62,7 @@ def run_w4a8(
 ) -> None:
     """:func:`w4a8_linear` cut as ``config`` says, into ``out``. Errors: operands of another dtype or layout."""
     tokens, inputs = x.shape
-    sums = (ceil_div(inputs, fmt.group_size), up(tokens, 4))
+    sums = (tokens, ceil_div(inputs, fmt.group_size))
     require(
         "w4a8_linear",
         (x.dtype == torch.float8_e4m3fn and x.is_contiguous(), "x must be contiguous float8_e4m3fn", x),
@@ -72,8 +73,8 @@ def run_w4a8(
             x_scale,
         ),
         (
-            x_sums.dtype == torch.float32 and x_sums.shape == sums and x_sums.is_contiguous(),
-            f"x_sums must be contiguous float32 {list(sums)}",
+            x_sums.dtype == torch.float32 and x_sums.shape == sums and _is_copied(x_sums),
+            f"x_sums must be float32 {list(sums)} with contiguous rows, each where 16 bytes begin",
             x_sums,
         ),
         (is_packed(weight, x, out, fmt), f"weight must be packed for {out.shape[1]} x {inputs}", weight),
@@ -88,8 +89,16 @@ def run_w4a8(
             out,
         ),
     )
-    linear = Linear(config, fmt, x, weight, out, x_sums.shape[1])
-    linear.launch(w4a8_source(config, fmt, out.dtype), x_sums, weight, x_scale, bias, out)
+    linear = Linear(config, fmt, x, weight, out)
+    sums_map = tensor_map(
+        x_sums.data_ptr(), "f32", *sums, x_sums.stride(0) * 4, config.tokens, SUMS_AT_ONCE, SUMS_AT_ONCE * 4
+    )
+    linear.launch(w4a8_source(config, fmt, out.dtype), sums_map, weight, x_scale, bias, out)
+
+
+def _is_copied(sums: torch.Tensor) -> bool:
+    """Whether the copy engine can read these rows."""
+    return sums.stride(1) == 1 and sums.stride(0) % 4 == 0 and sums.data_ptr() % 16 == 0
 
 
 def w4a8_source(config: W4A8Config, fmt: BlockFormat, out_dtype: torch.dtype) -> Source:
@@ -97,11 +106,10 @@ def w4a8_source(config: W4A8Config, fmt: BlockFormat, out_dtype: torch.dtype) ->
     columns = config.columns
     defines = {
         **config.defines(fmt),
-        "MANY": int(config.many),
         "AHEAD": int(config.ahead(fmt)),
         "SUMS": config.sums(fmt),
         "Scale": NAMES[fmt.scale],
         "Out": NAMES[out_dtype],
     }
-    instructions = (columns, "e4m3", "mma", True), (columns, "bf16", "mma_bf16", False)
+    instructions = (columns, "e4m3", "mma", 128), (columns, "tf32", "mma_tf32", 32)
     return Source.of("w4a8.cu", "w4a8", defines, *instructions)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
-from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, up
+from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, ceil_div, up
 
+SUMS_AT_ONCE = 8  # groups whose offsets are multiplied at once
 _ROUND = 8  # blocks of K that are unrolled, for many tokens
 # Registers of a thread that multiplies, by rows of the tile, less those for addresses and the like.
 _REGISTERS = {64: 184, 128: 184, 192: 116, 256: 64}
@@ -20,19 +21,19 @@ _CODES = 16  # registers for one stage's codes
 class W4A8Config(TileConfig):
     """See :class:`TileConfig`."""
 
-    @property
-    def many(self) -> bool:
-        """Whether offsets are a matrix product."""
-        return self.tokens >= 64
-
     def sums(self, fmt: BlockFormat) -> int:
-        """Two where one part can be promoted while the next one is multiplied."""
-        fits = self._registers(2, 2 if self.many else 1) <= self._most
-        return 2 if (self.many or self.parts * fmt.groups > 1) and fits else 1
+        """Two where one step can be promoted while the next one is multiplied."""
+        in_rounds = self._may_go_ahead(fmt)
+        fits = self._registers(2, 2 if in_rounds else 1) <= self._most
+        return 2 if (in_rounds or self.parts * fmt.groups > 1) and fits else 1
 
     def ahead(self, fmt: BlockFormat) -> bool:
-        """Whether the next stage's codes have registers of their own."""
-        return self.many and fmt.groups == 1 and self._registers(self.sums(fmt), 2) <= self._most
+        """Whether the next block's codes have registers of their own, so that products run on from block to block."""
+        return self._may_go_ahead(fmt) and self._registers(self.sums(fmt), 2) <= self._most
+
+    def _may_go_ahead(self, fmt: BlockFormat) -> bool:
+        # For few tokens registers are better spent on more blocks.
+        return self.tokens >= 64 and fmt.groups == 1
 
     @property
     def _most(self) -> int:
@@ -42,22 +43,16 @@ class W4A8Config(TileConfig):
         return self.tokens // 2 + sums * self.columns // 2 + codes * _CODES
 
     def takes(self, fmt: BlockFormat) -> bool:
-        if not self.many:
-            return self.stage_blocks == 1
-        return (
-            _ROUND % (self.stages * self.stage_blocks) == 0
-            and self._registers(1, 1) <= self._most
-            and (self.tokens <= 128 or self.split == 1)
-        )
+        fits = self._registers(1, 1) <= self._most and (self.tokens <= 128 or self.split == 1)
+        return fits and (not self.ahead(fmt) or _ROUND % (self.stages * self.stage_blocks) == 0)
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
         blocks = self.stages * self.stage_blocks
         total = up(blocks * self.tokens * INPUTS + self.staged_bytes, 128)
         total = up(total + blocks * self.warpgroups * fmt.nbytes, 128)
-        total += 2 * (self.tokens * 32 if self.many else 16)
-        total += (1 if self.many else self.stages) * fmt.groups * self.tokens * 4
+        total = up(total, 256) + (ceil_div(blocks * fmt.groups, SUMS_AT_ONCE) + 1) * self.tokens * 32
         total += self.warpgroups * self.tokens * 4
-        return up(total + self.pipeline_bytes + 32, 1024)
+        return up(total + self.pipeline_bytes, 1024)
 
 
 TABLE = Table(

@@ -5,9 +5,9 @@
 ``gelu_tanh_and_mul_quantize_fp8``; without quantization ``silu_and_mul`` and ``gelu_tanh_and_mul``. Codes and scales
 are those of :mod:`halfbyte.formats.activations`, bit for bit.
 
-E4M3 ops also give ``sums``, fp32 ``[ceil(K / group_size), ceil4(M)]``: ``sums[g, m]`` is the sum of the codes'
-values (without the scale) of token ``m`` in group ``g``, which weights with zero points need; columns from M on
-are 0. A token that holds NaN or Inf gets the scale NaN, and no other token changes.
+E4M3 ops also give ``sums``, fp32 ``[M, ceil(K / group_size)]``: ``sums[m, g]`` is the sum of the codes' values
+(without the scale) of token ``m`` in group ``g``, which weights with zero points need; its rows are multiples of 16
+bytes apart. A token that holds NaN or Inf gets the scale NaN, and no other token changes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevic
 
 from halfbyte.kernels.triton.row_math import (
     ASSEMBLY,
-    clear_padding,
     largest_magnitude,
     rounded,
     scale_for,
     store_fp8,
     store_int8,
+    sums_of_row,
     tile_columns,
     widened,
 )
@@ -63,7 +63,7 @@ def _read(
     return values
 
 
-@triton.jit(do_not_specialize=["sums_stride", "rows"])
+@triton.jit
 def quantize_kernel(
     x: tl.tensor,
     up: tl.tensor,
@@ -72,8 +72,6 @@ def quantize_kernel(
     sums: tl.tensor,
     x_stride: tl.tensor,
     up_stride: tl.tensor,
-    sums_stride: tl.tensor,
-    rows: tl.tensor,
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -115,16 +113,13 @@ def quantize_kernel(
                 values,
                 scale,
                 codes,
-                sums + row,
-                sums_stride,
+                sums_of_row(sums, row, GROUP, COLUMNS),
                 here,
                 columns + first * GROUP,
                 GROUP,
                 COLUMNS,
                 DTYPE,
             )
-            if row == rows - 1:
-                clear_padding(sums, sums_stride, rows, here, GROUP, COLUMNS)
 
 
 @triton.jit
@@ -275,8 +270,6 @@ def _launch(
             sums,
             x.stride(0),
             0 if up is None else up.stride(0),
-            0 if sums is None else sums.stride(0),
-            rows,
             COLUMNS=columns,
             GROUPS=tile // group_size,
             GROUP=group_size,

@@ -16,11 +16,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.triton.row_math import (
-    clear_padding,
     largest_magnitude,
     rounded,
     scale_for,
     store_fp8,
+    sums_of_row,
     tile_columns,
     widened,
 )
@@ -31,7 +31,7 @@ _LARGEST_ROW = 16384
 _PLAIN_GROUP = 128
 
 
-@triton.jit(do_not_specialize=["eps", "sums_stride", "rows"])
+@triton.jit(do_not_specialize=["eps"])
 def norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
@@ -43,8 +43,6 @@ def norm_kernel(
     sums: tl.tensor,
     x_stride: tl.tensor,
     residual_stride: tl.tensor,
-    sums_stride: tl.tensor,
-    rows: tl.tensor,
     eps: tl.tensor,
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -79,16 +77,13 @@ def norm_kernel(
             values,
             scale,
             codes + row * COLUMNS,
-            sums + row,
-            sums_stride,
+            sums_of_row(sums, row, GROUP, COLUMNS),
             groups,
             columns,
             GROUP,
             COLUMNS,
             DTYPE,
         )
-        if row == rows - 1:
-            clear_padding(sums, sums_stride, rows, groups, GROUP, COLUMNS)
 
 
 @torch.library.custom_op("halfbyte::rms_norm", mutates_args=())
@@ -208,8 +203,6 @@ def _launch(
             sums,
             x.stride(0),
             0 if residual is None else residual.stride(0),
-            0 if sums is None else sums.stride(0),
-            rows,
             eps,
             COLUMNS=columns,
             GROUPS=groups,

@@ -110,12 +110,17 @@ def store_int8(
 
 
 @triton.jit
+def sums_of_row(sums: tl.tensor, row: tl.tensor, GROUP: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
+    """Where a row's sums are: rows begin at multiples of 16 bytes."""
+    return sums + row * ((COLUMNS + 4 * GROUP - 1) // (4 * GROUP) * 4)
+
+
+@triton.jit
 def store_fp8(
     values: tl.tensor,
     scale: tl.tensor,
     codes: tl.tensor,
     sums: tl.tensor,
-    sums_stride: tl.tensor,
     groups: tl.tensor,
     columns: tl.tensor,
     GROUP: tl.constexpr,
@@ -124,38 +129,22 @@ def store_fp8(
 ) -> None:
     """Write the E4M3 codes of a tile (the conversion saturates), and the sums of its groups.
 
-    codes: of the row. sums: of the row in group 0. groups, columns: where the tile lies in the row.
+    codes, sums: of the row. groups, columns: where the tile lies in the row.
     """
     tile = divided(values, scale, DTYPE).to(tl.float8e4nv)
     tl.store(codes + columns, tile, mask=columns < COLUMNS)
     totals = tl.sum(tl.sum(tile.to(tl.float32), axis=2), axis=0)
-    targets = sums + groups.to(tl.int64) * sums_stride
     inside = groups * GROUP < COLUMNS
     if ASSEMBLY:
         # A plain store would first carry the sums to one warp, through shared memory and two barriers.
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,r,r",
-            [targets.to(tl.int64), totals, inside.to(tl.int32)],
+            "{ .reg .pred p; .reg .b64 to; setp.ne.s32 p, $4, 0; mad.wide.s32 to, $2, 4, $1; "
+            "@p st.global.b32 [to], $3; mov.b32 $0, 0; }",
+            "=r,l,r,r,r",
+            [sums.to(tl.int64), groups, totals, inside.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
-        tl.store(targets, totals, mask=inside)
-
-
-@triton.jit
-def clear_padding(
-    sums: tl.tensor,
-    sums_stride: tl.tensor,
-    rows: tl.tensor,
-    groups: tl.tensor,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Zero the columns of ``sums`` from ``rows`` to its stride, of which there are at most three."""
-    padding = rows + tl.arange(0, 4)[None, :]
-    targets = sums + groups.to(tl.int64)[:, None] * sums_stride + padding
-    inside = (groups[:, None] * GROUP < COLUMNS) & (padding < sums_stride)
-    tl.store(targets, tl.zeros([groups.shape[0], 4], tl.float32), mask=inside)
+        tl.store(sums + groups, totals, mask=inside)

@@ -215,15 +215,9 @@ __device__ __forceinline__ void mma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The lower half of the descriptor of a tile whose rows are 128 bytes in the 128-byte swizzle that the accelerator
-// writes; the upper half says so (instructions.py).
+// The lower half of the descriptor of a tile whose rows are 128 or 32 bytes, in the swizzle of as many bytes that the
+// accelerator writes; the upper half says which (instructions.py).
 __device__ __forceinline__ u32 tile_low(u32 address) { return (address & 0x3FFFF) >> 4 | 1u << 16; }
-
-// A tile of 2-byte numbers without swizzle: 8 rows x 16 bytes lie together, the next 8 rows after them, the next 16
-// bytes of all rows `along_k` bytes on.
-__device__ __forceinline__ u64 plain_tile(u32 address, u32 along_k) {
-    return static_cast<u64>((address & 0x3FFFF) >> 4) | (static_cast<u64>(along_k >> 4) << 16) | (8ull << 32);
-}
 
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() {

@@ -34,7 +34,7 @@ struct Registers {
 };
 
 struct Problem {
-    int tokens, features, groups, blocks_k, rows64, sums_pitch, raster;
+    int tokens, features, blocks_k, rows64, raster;
     int streamed, quantum;  // tiles that all blocks divide, by so many blocks of K: Schedule
     float4* partials;       // sums of tiles that are not finished, for each block QUADS
     u32* flags;             // for each block and warpgroup: whether its are there; all zero between kernels
@@ -211,15 +211,15 @@ __device__ __forceinline__ void load_box(
 }
 
 struct NothingMore {
-    __device__ __forceinline__ int bytes(int, int) const { return 0; }
+    __device__ __forceinline__ int bytes(int) const { return 0; }
     __device__ __forceinline__ void load(int, int, int, u32) const {}
 };
 
-// Another warp: the activations, BOXES of 128 bytes of each token and block of K, into x[stage]. more: what comes with them,
-// bytes(k, token_base) and load(stage, k, token_base, barrier).
+// Another warp: the activations, BOXES of 128 bytes of each token and block of K, into x[stage]. more: what comes with
+// the stage that begins with a segment's block `done`, bytes(done) and load(done, k, token_base, barrier).
 template <int BOXES, class X, class More>
 __device__ __forceinline__ void load_tokens(
-    Pipeline& pipeline, X& x, const Problem& p, const Place& place, const TensorMap& x_map, const More& more) {
+    Pipeline& pipeline, X& x, const Problem& p, const Place& place, const TensorMap& x_map, More more) {
     constexpr int BOX_BYTES = TOKENS * 128;
     prefetch_map(x_map);
     wait_for_previous_kernel();
@@ -233,12 +233,12 @@ __device__ __forceinline__ void load_tokens(
             const u32 barrier = shared_address(&pipeline.full[stage]);
             const int boxes = min(segment.k_end - k, STAGE_BLOCKS) * BOXES;
             barrier_wait(shared_address(&pipeline.empty[stage]), phases.next(stage) ^ 1);
-            expect_once(barrier, boxes * BOX_BYTES + more.bytes(k, token_base));
+            expect_once(barrier, boxes * BOX_BYTES + more.bytes(k - segment.k_begin));
             for (int box = 0; box < boxes; ++box)
                 load_box(
                     shared_address(x[stage]) + box * BOX_BYTES, x_map, k * 128 + box * (128 / BOXES),
                     token_base, barrier, place);
-            more.load(stage, k, token_base, barrier);
+            more.load(k - segment.k_begin, k, token_base, barrier);
             if (++stage == STAGES) stage = 0;
         }
     }
