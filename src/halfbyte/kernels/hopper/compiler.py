@@ -26,18 +26,16 @@ _HEADERS = ("hopper.cuh", "linear.cuh")
 class Source:
     """One specialised kernel. file: in ``sources/``. defines: the constants that the file leaves open.
 
-    mma: (columns, operands, name, row_bytes) of each matrix instruction the file uses.
+    mma: (columns, operands, name) of each matrix instruction the file uses.
     """
 
     file: str
     kernel: str
     defines: tuple[tuple[str, str | int], ...]
-    mma: tuple[tuple[int, str, str, int], ...]
+    mma: tuple[tuple[int, str, str], ...]
 
     @staticmethod
-    def of(
-        file: str, kernel: str, defines: Mapping[str, str | int], *mma: tuple[int, str, str, int]
-    ) -> Source:
+    def of(file: str, kernel: str, defines: Mapping[str, str | int], *mma: tuple[int, str, str]) -> Source:
         return Source(file, kernel, tuple(sorted(defines.items())), mma)
 
     @property

@@ -8,16 +8,12 @@ _KINDS = {
     "f16": ("k16.f32.f16.f16", "1, 1, 0"),
     "tf32": ("k8.f32.tf32.tf32", "1, 1"),
 }
-# The upper half of the descriptor of rows of so many bytes, eight of which lie together in the swizzle of as many bytes
-# (PTX ISA, matrix descriptor).
-_UPPER_HALF = {128: "0x40000040", 32: "0xC0000010"}
 
 
-def warpgroup_mma(columns: int, operands: str, name: str, row_bytes: int) -> str:
+def warpgroup_mma(columns: int, operands: str, name: str) -> str:
     """A function ``name(sum, a, b, accumulate)``: ``sum (+)= a @ b`` for 64 rows, ``columns`` columns, 32 bytes of K.
 
-    a: four registers a thread (PTX ISA, wgmma, register fragment of A). b: lower half of the descriptor of a K-major
-    tile with rows of ``row_bytes``; the upper one is always the same.
+    a: four registers a thread (PTX ISA, wgmma, register fragment of A). b: descriptor of a K-major tile.
     """
     shape, modifiers = _KINDS[operands]
     count = columns // 2
@@ -27,14 +23,13 @@ def warpgroup_mma(columns: int, operands: str, name: str, row_bytes: int) -> str
     inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     return f"""
 __device__ __forceinline__ void {name}(
-    float (&sum)[{count}], const u32 (&a)[4], u32 b, bool accumulate) {{
+    float (&sum)[{count}], const u32 (&a)[4], u64 b, bool accumulate) {{
     asm volatile(
-        "{{\\n.reg .pred p;\\n.reg .b64 b;\\n"
-        "mov.b64 b, {{%{count + 4}, {_UPPER_HALF[row_bytes]}}};\\n"
+        "{{\\n.reg .pred p;\\n"
         "setp.ne.b32 p, %{count + 5}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{columns}{shape} "
-        "{{{sums}}}, {{{a}}}, b, p, {modifiers};\\n}}"
+        "{{{sums}}}, {{{a}}}, %{count + 4}, p, {modifiers};\\n}}"
         : {outputs}
-        : {inputs}, "r"(b), "r"(static_cast<int>(accumulate)));
+        : {inputs}, "l"(b), "r"(static_cast<int>(accumulate)));
 }}
 """

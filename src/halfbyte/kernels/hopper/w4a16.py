@@ -81,4 +81,4 @@ def w4a16_source(config: W4A16Config, fmt: BlockFormat, dtype: torch.dtype) -> S
         "Out": NAMES[dtype],
     }
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
-    return Source.of("w4a16.cu", "w4a16", defines, (config.columns, kind, "mma", 128))
+    return Source.of("w4a16.cu", "w4a16", defines, (config.columns, kind, "mma"))

@@ -111,5 +111,5 @@ def w4a8_source(config: W4A8Config, fmt: BlockFormat, out_dtype: torch.dtype) ->
         "Scale": NAMES[fmt.scale],
         "Out": NAMES[out_dtype],
     }
-    instructions = (columns, "e4m3", "mma", 128), (columns, "tf32", "mma_tf32", 32)
+    instructions = (columns, "e4m3", "mma"), (columns, "tf32", "mma_tf32")
     return Source.of("w4a8.cu", "w4a8", defines, *instructions)

@@ -85,4 +85,4 @@ def w4a8_fp8_scales_source(config: W4A8Fp8ScalesConfig, out_dtype: torch.dtype) 
         "Scale": "Multiples",
         "Out": NAMES[out_dtype],
     }
-    return Source.of("w4a8_fp8_scales.cu", "w4a8_fp8_scales", defines, (config.tokens, "e4m3", "mma", 128))
+    return Source.of("w4a8_fp8_scales.cu", "w4a8_fp8_scales", defines, (config.tokens, "e4m3", "mma"))

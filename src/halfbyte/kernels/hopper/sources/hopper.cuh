@@ -215,9 +215,13 @@ __device__ __forceinline__ void mma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The lower half of the descriptor of a tile whose rows are 128 or 32 bytes, in the swizzle of as many bytes that the
-// accelerator writes; the upper half says which (instructions.py).
-__device__ __forceinline__ u32 tile_low(u32 address) { return (address & 0x3FFFF) >> 4 | 1u << 16; }
+// The descriptor of a K-major tile with rows of 128 or 32 bytes, eight of which lie together, in the swizzle of as many
+// bytes that the accelerator writes (PTX ISA, matrix descriptor). Sixteen bytes on are one more.
+template <int ROW_BYTES>
+__device__ __forceinline__ u64 tile_of(u32 address) {
+    constexpr u64 UPPER = ROW_BYTES == 128 ? 0x40000040 : 0xC0000010;
+    return UPPER << 32 | 1u << 16 | (address & 0x3FFFF) >> 4;
+}
 
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() {

@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
     const int lane = thread & 31, warpgroup = thread / 128;
     const int row = thread / 32 % 4 * 16 + lane / 4;
     const u32 magic = MAGIC + (static_cast<u32>(p.tokens) >> 31);
-    const u32 x_low = tile_low(shared_address(shared.x[0]));
+    const u64 x_tile = tile_of<128>(shared_address(shared.x[0]));
     wait_for_previous_kernel();
     if constexpr (CLUSTER > 1) cluster_wait();
 
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
             const u32 codes[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
             const Scale* scales = reinterpret_cast<const Scale*>(block + 4096) + row;
             const u16* zeros = reinterpret_cast<const u16*>(block + 4096 + SCALES_BYTES) + row;
-            const u32 x = x_low + stage * (2 * BOX / 16);
+            const u64 x = x_tile + stage * (2 * BOX / 16);
             constexpr int PER_GROUP = 8 / GROUPS;
             u32 a[8][4];
 #pragma unroll

@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
     const int lane = thread & 31, warpgroup = thread / 128;
     const int row = thread / 32 % 4 * 16 + lane / 4;
     const u32 ones = 0x01010101 + (static_cast<u32>(p.tokens) >> 31);
-    const u32 x_low = tile_low(shared_address(shared.x[0]));
+    const u64 x_tile = tile_of<128>(shared_address(shared.x[0]));
     wait_for_previous_kernel();
     if constexpr (CLUSTER > 1) cluster_wait();
 
@@ -133,8 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
         };
         auto multiply = [&](int r) {
             const int block = r / STEPS, g = r % STEPS / PARTS, part = r % PARTS;
-            const u32 x =
-                x_low + ((stage_of(block) * STAGE_BLOCKS + block % STAGE_BLOCKS) * TOKENS + part * COLUMNS) * 8;
+            const u64 x =
+                x_tile + ((stage_of(block) * STAGE_BLOCKS + block % STAGE_BLOCKS) * TOKENS + part * COLUMNS) * 8;
             mma_fence();
 #pragma unroll
             for (int s = 0; s < 4 / GROUPS; ++s) {
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                     offsets[i] = __float_as_uint(of) + (ZERO_POINTS || !Scale::FITS_BF16 ? 0x1000 : 0);
                 }
             }
-            const u32 tile = tile_low(shared_address(shared.sums[0])) + (sums_place * SUM_BYTES >> 4);
+            const u64 tile = tile_of<32>(shared_address(shared.sums[0])) + (sums_place * SUM_BYTES >> 4);
             mma_fence();
             mma_tf32(total[part], offsets, tile + part * COLUMNS * 2, true);
             mma_commit();

@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
     const int lane = thread & 31, warpgroup = thread / 128;
     const int row = thread / 32 % 4 * 16 + lane / 4;
     const u32 order = 0x32103210 + (static_cast<u32>(p.tokens) >> 31);
-    const u32 x_low = tile_low(shared_address(shared.x[0]));
+    const u64 x_tile = tile_of<128>(shared_address(shared.x[0]));
     wait_for_previous_kernel();
     if constexpr (CLUSTER > 1) cluster_wait();
 
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
         auto unit = [&](int stage, bool last, bool follows, bool carries) {
             mma_fence();
 #pragma unroll
-            for (int s = 0; s < 4; ++s) mma(sum, a[stage % 2][s], x_low + stage * TOKENS * 8 + s * 2, true);
+            for (int s = 0; s < 4; ++s) mma(sum, a[stage % 2][s], x_tile + stage * TOKENS * 8 + s * 2, true);
             mma_commit();
             if (follows) {
                 mma_wait<1>();
