@@ -11,7 +11,7 @@ from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
 from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, ceil_div, up
 
 SUMS_AT_ONCE = 8  # groups whose offsets are multiplied at once
-_ROUND = 8  # blocks of K that are unrolled, for many tokens
+_ROUND = 8  # blocks of K that are unrolled, where a block is one group
 # Registers of a thread that multiplies, by rows of the tile, less those for addresses and the like.
 _REGISTERS = {64: 184, 128: 184, 192: 116, 256: 64}
 _CODES = 16  # registers for one stage's codes
@@ -44,7 +44,7 @@ class W4A8Config(TileConfig):
 
     def takes(self, fmt: BlockFormat) -> bool:
         fits = self._registers(1, 1) <= self._most and (self.tokens <= 128 or self.split == 1)
-        return fits and (not self.ahead(fmt) or _ROUND % (self.stages * self.stage_blocks) == 0)
+        return fits and (fmt.groups > 1 or _ROUND % (self.stages * self.stage_blocks) == 0)
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
         blocks = self.stages * self.stage_blocks
@@ -58,17 +58,17 @@ class W4A8Config(TileConfig):
 TABLE = Table(
     (
         (8, 6144, ANY, W4A8Config(8, 64, split=8, blocks_per_sm=4)),
-        (8, 12288, ANY, W4A8Config(8, 128, split=4, stages=6, blocks_per_sm=2)),
+        (8, 12288, ANY, W4A8Config(8, 128, split=4, blocks_per_sm=2)),
         (8, 32768, ANY, W4A8Config(8, 64, blocks_per_sm=4)),
-        (8, ANY, ANY, W4A8Config(8, 128, stages=6, blocks_per_sm=2)),
+        (8, ANY, ANY, W4A8Config(8, 128, blocks_per_sm=2)),
         (16, 6144, ANY, W4A8Config(16, 64, split=8, blocks_per_sm=4)),
-        (16, 12288, ANY, W4A8Config(16, 128, split=4, stages=6, blocks_per_sm=2)),
+        (16, 12288, ANY, W4A8Config(16, 128, split=4, blocks_per_sm=2)),
         (16, 32768, ANY, W4A8Config(16, 64, blocks_per_sm=4)),
-        (16, ANY, ANY, W4A8Config(16, 128, stages=6, blocks_per_sm=2)),
-        (32, 6144, 8192, W4A8Config(32, 128, split=4, stages=6, blocks_per_sm=2)),
-        (32, 6144, ANY, W4A8Config(32, 128, split=8, stages=6, blocks_per_sm=2)),
-        (32, 12288, ANY, W4A8Config(32, 128, split=2, stages=14)),
-        (32, ANY, ANY, W4A8Config(32, 128, stages=6, blocks_per_sm=2)),
+        (16, ANY, ANY, W4A8Config(16, 128, blocks_per_sm=2)),
+        (32, 6144, 8192, W4A8Config(32, 128, split=4, blocks_per_sm=2)),
+        (32, 6144, ANY, W4A8Config(32, 128, split=8, blocks_per_sm=2)),
+        (32, 12288, ANY, W4A8Config(32, 128, split=2)),
+        (32, ANY, ANY, W4A8Config(32, 128, blocks_per_sm=2)),
         (64, 6144, ANY, W4A8Config(64, 64, split=2, stages=4, stage_blocks=2)),
         (64, 12288, ANY, W4A8Config(64, 128, split=2, stages=4, stage_blocks=2)),
         (64, 32768, ANY, W4A8Config(64, 128, stages=4, stage_blocks=2)),

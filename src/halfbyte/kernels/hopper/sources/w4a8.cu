@@ -11,13 +11,14 @@ constexpr int SUM_TILES = (STAGES * STAGE_BLOCKS * GROUPS + OCTET - 1) / OCTET +
 constexpr int STEPS = GROUPS * PARTS;  // products of one block of K, each promoted by itself
 // While a step is promoted, so many steps after it are multiplied.
 constexpr int FLIGHT = SUMS - 1;
-// With AHEAD the next block's codes have registers of their own, and the tensor cores need not run dry between blocks:
-// K is gone through in rounds of eight blocks. So many blocks are unrolled.
-constexpr int BLOCKS = AHEAD ? 8 : STAGES * STAGE_BLOCKS;
+// With AHEAD the next block's codes have registers of their own, and the tensor cores need not run dry between blocks.
+// Where a block is one group, K is gone through in rounds of eight blocks, an octet, without branches. So many blocks
+// are unrolled.
+constexpr bool ROUNDS = GROUPS == 1 && OCTET % (STAGES * STAGE_BLOCKS) == 0 && (AHEAD || FLIGHT == 0);
+constexpr int BLOCKS = ROUNDS ? OCTET : STAGES * STAGE_BLOCKS;
 constexpr int ROUND = BLOCKS * STEPS;
 constexpr float HALF_CODE = -0.5f / 256;
-static_assert(!AHEAD || (GROUPS == 1 && FLIGHT <= STEPS), "a round is an octet, and a block's codes are free in time");
-static_assert(BLOCKS % (STAGES * STAGE_BLOCKS) == 0, "a round goes through all stages as often");
+static_assert(!AHEAD || (ROUNDS && FLIGHT <= STEPS), "a block's codes are free while the next one is multiplied");
 
 __device__ __forceinline__ int stage_of(int block) { return block / STAGE_BLOCKS % STAGES; }
 
@@ -90,6 +91,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
     const int row = thread / 32 % 4 * 16 + lane / 4;
     const u32 ones = 0x01010101 + (static_cast<u32>(p.tokens) >> 31);
     const u64 x_tile = tile_of<128>(shared_address(shared.x[0]));
+    // The same, but the compiler does not know: it would keep what it has computed for a round's first pass through the
+    // stages, where there is a second one.
+    const u64 x_tile_again = x_tile + (static_cast<u32>(p.tokens) >> 31);
     wait_for_previous_kernel();
     if constexpr (CLUSTER > 1) cluster_wait();
 
@@ -133,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
         };
         auto multiply = [&](int r) {
             const int block = r / STEPS, g = r % STEPS / PARTS, part = r % PARTS;
-            const u64 x =
-                x_tile + ((stage_of(block) * STAGE_BLOCKS + block % STAGE_BLOCKS) * TOKENS + part * COLUMNS) * 8;
+            const u64 x = (block < STAGES * STAGE_BLOCKS ? x_tile : x_tile_again) +
+                          ((stage_of(block) * STAGE_BLOCKS + block % STAGE_BLOCKS) * TOKENS + part * COLUMNS) * 8;
             mma_fence();
 #pragma unroll
             for (int s = 0; s < 4 / GROUPS; ++s) {
@@ -148,10 +152,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
             for (int j = 0; j < PART_SUMS; ++j) total[r % PARTS][j] += of_rows[j / 2 % 2] * sum[r % SUMS][j];
         };
-        auto keep = [&](int group, const float(&of)[2]) {
-            if (group % 4 != lane % 4) return;
-            if (group < 4) kept[0][0] = of[0], kept[0][1] = of[1];
-            if (group >= 4) kept[1][0] = of[0], kept[1][1] = of[1];
+        auto keep = [&](u32 in_octet, const float(&of)[2]) {
+            if (in_octet % 4 != lane % 4u) return;
+            if (in_octet < 4) kept[0][0] = of[0], kept[0][1] = of[1];
+            if (in_octet >= 4) kept[1][0] = of[0], kept[1][1] = of[1];
+        };
+        auto forget = [&] {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) kept[i / 2][i % 2] = 0;
         };
         // The offsets of one part's tokens, of all or of this part. TF32 leaves off bits: what is longer is rounded.
         auto multiply_offsets = [&](int part, u32(&offsets)[4]) {
@@ -173,8 +181,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 
         int left = segment.k_end - segment.k_begin;  // a cluster's block may have nothing to do
         if (left > 0) take(0);
-        if constexpr (AHEAD) {
-            u32 offsets[4];
+        u32 offsets[4];
+        // A block whose codes have been taken, by itself. in_octet: where its first group is.
+        auto whole_block = [&](int block, u32 in_octet) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const int r = block * STEPS + step;
+                if (r % PARTS == 0) keep(in_octet + step / PARTS, offset[block % SETS][step / PARTS]);
+                multiply(r);
+                if (step < FLIGHT) continue;
+                mma_wait<FLIGHT>();
+                promote(r - FLIGHT);
+            }
+            if (FLIGHT > 0) mma_wait<0>();
+#pragma unroll
+            for (int before = FLIGHT < STEPS ? FLIGHT : STEPS; before > 0; --before) promote((block + 1) * STEPS - before);
+            leave(block, left == 1);
+        };
+        auto whole_offsets = [&] {
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) multiply_offsets(part, offsets);
+            mma_wait<0>();
+            leave_sums();
+        };
+        if constexpr (ROUNDS) {
             if (left >= BLOCKS) keep(0, offset[0][0]);
             for (; left >= BLOCKS; left -= BLOCKS) {  // no branches inside: products in flight do not outlive a round
                 auto take_if_any = [&](int block) {
@@ -183,26 +213,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                         keep(block % BLOCKS, offset[block % SETS][0]);
                     }
                 };
-                // Step r is multiplied. The offsets of an octet are multiplied under its last blocks' codes, as soon as
-                // the last one's scales are there: all parts at once, or each between two steps of its own.
+                // Step r is multiplied. The offsets are multiplied under the last blocks' codes, as soon as the last
+                // one's scales are there: all parts at once, or each between two steps of its own.
                 auto finish = [&](int r) {
                     const int block = r / STEPS, part = r % PARTS;
                     const bool ends = part == PARTS - 1;
                     promote(r);
-                    if (ends) {
-                        leave(block, false);
-                        if (FLIGHT > 0) take_if_any(block + 2);
-                    }
-                    if (FLIGHT > 0 && ends && block == BLOCKS - 3) {
+                    if (FLIGHT == 0 && block == BLOCKS - (AHEAD ? 2 : 1)) multiply_offsets(part, offsets);
+                    if (!ends) return;
+                    leave(block, false);
+                    if (!AHEAD) take_if_any(block + 1);
+                    if (FLIGHT > 0) take_if_any(block + 2);
+                    if (FLIGHT > 0 && block == BLOCKS - 3) {
 #pragma unroll
                         for (int i = 0; i < PARTS; ++i) multiply_offsets(i, offsets);
                     }
-                    if (FLIGHT == 0 && block == BLOCKS - 2) multiply_offsets(part, offsets);
                 };
 #pragma unroll
                 for (int r = 0; r < ROUND; ++r) {
                     multiply(r);
-                    if (r % STEPS == 0 && (FLIGHT == 0 || r == 0)) take_if_any(r / STEPS + 1);
+                    if (AHEAD && r % STEPS == 0 && (FLIGHT == 0 || r == 0)) take_if_any(r / STEPS + 1);
                     if (r < FLIGHT) continue;
                     mma_wait<FLIGHT>();
                     finish(r - FLIGHT);
@@ -212,44 +242,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                 for (int r = ROUND - FLIGHT; r < ROUND; ++r) finish(r);
                 leave_sums();
             }
+            forget();  // groups that the last octet lacks have offsets of zero
+            if (left > 0) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) kept[i / 2][i % 2] = 0;
-        }
-        int in_octet = 0;
-        while (left > 0) {
+                for (int block = 0; block < BLOCKS; ++block) {
+                    whole_block(block, block);
+                    if (left == 1) break;
+                    take((block + 1) % BLOCKS);
+                    --left;
+                }
+                whole_offsets();
+            }
+        } else {
+            u32 in_octet = 0;
+            while (left > 0) {
 #pragma unroll
-            for (int block = 0; block < BLOCKS; ++block) {
-                if (left > 0) {
-#pragma unroll
-                    for (int step = 0; step < STEPS; ++step) {
-                        const int r = block * STEPS + step;
-                        if (r % PARTS == 0) keep(in_octet + step / PARTS, offset[block % SETS][step / PARTS]);
-                        multiply(r);
-                        if (step < FLIGHT) continue;
-                        mma_wait<FLIGHT>();
-                        promote(r - FLIGHT);
-                    }
-                    if constexpr (FLIGHT > 0) {
-                        mma_wait<0>();
-#pragma unroll
-                        for (int before = FLIGHT < STEPS ? FLIGHT : STEPS; before > 0; --before)
-                            promote((block + 1) * STEPS - before);
-                    }
-                    leave(block, left == 1);
+                for (int block = 0; block < BLOCKS; ++block) {
+                    whole_block(block, in_octet);
                     in_octet += GROUPS;
                     if (in_octet == OCTET || left == 1) {
-                        u32 offsets[4];
-#pragma unroll
-                        for (int part = 0; part < PARTS; ++part) multiply_offsets(part, offsets);
-                        mma_wait<0>();
-                        leave_sums();
-                        in_octet = 0;  // groups that the last octet lacks have offsets of zero
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) kept[i / 2][i % 2] = 0;
+                        whole_offsets();
+                        forget();
+                        in_octet = 0;
                     }
-                    if (left > 1) take((block + 1) % BLOCKS);
+                    if (--left == 0) break;
+                    take((block + 1) % BLOCKS);
                 }
-                --left;
             }
         }
 
