@@ -117,10 +117,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
             pipeline.leave(stage, place);
         };
         int left = segment.k_end - segment.k_begin;
-        while (left > 0) {
+        for (; left >= STAGES; left -= STAGES) {
 #pragma unroll
-            for (int stage = 0; stage < STAGES; ++stage)
-                if (left-- > 0) unit(stage);
+            for (int stage = 0; stage < STAGES; ++stage) unit(stage);
+        }
+#pragma unroll
+        for (int stage = 0; stage < STAGES; ++stage) {
+            if (stage == left) break;
+            unit(stage);
         }
 
         auto total_of = [&](int j) -> float& { return total[j / PART_SUMS][j % PART_SUMS]; };
