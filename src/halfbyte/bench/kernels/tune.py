@@ -24,7 +24,7 @@ from halfbyte.kernels.problem import LinearProblem, Prepared
 _MOST_ERROR = 3e-3
 # Tokens and rows of tiles, and in how many parts the tokens are multiplied.
 _SIXTY_FOUR = ((64, 64, 1), (64, 128, 1), (64, 192, 1))
-_MANY = ((64, 128, 1), (96, 192, 1), (128, 128, 1), (128, 128, 2), (192, 128, 3))
+_MANY = ((64, 128, 1), (128, 128, 1), (128, 128, 2), (192, 128, 3), (256, 128, 4))
 _STAGES = ((4, 2), (4, 1), (8, 1))  # and blocks of K in each
 _GROUP = 128
 
