@@ -16,7 +16,7 @@ from halfbyte.kernels.hopper.w4a8_config import W4A8Config
 from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import rounded_weight
 from halfbyte.kernels.hopper.w4a16 import run_w4a16
 from halfbyte.kernels.hopper.w4a16_config import W4A16Config
-from halfbyte.kernels.hopper.workspace import reserve, space
+from halfbyte.kernels.hopper.workspace import Spaces, reserve, space
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
 from halfbyte.kernels.problem import LinearProblem, Prepared
@@ -92,7 +92,7 @@ def test_any_number_of_tokens(kernel: Kernel, n: int, k: int) -> None:
 @pytest.mark.parametrize("scale", ["bf16", "f16", "f32"])
 def test_kinds_of_weights(kernel: Kernel, group: int | None, symmetric: bool, scale: str) -> None:
     weight = layer(kernel, 656, 1536, scheme(kernel, group, symmetric, scale))
-    for tokens in (1, 16, 40, 200):
+    for tokens in (1, 16, 40, 200, 300):
         x = torch.randn(tokens, 1536, device=GPU, dtype=BF16) + 0.3
         bias = torch.randn(656, device=GPU, dtype=BF16)
         assert error(kernel, x, weight, bias) < 3e-3, tokens
@@ -239,6 +239,7 @@ def test_tiles_divided_among_blocks(config: W4A8Config | W4A16Config, n: int, k:
     fitting = fitted(config, fmt)
     assert fitting is not None
     assert fitting.schedule(tokens, n, -(-k // 128)).streamed
+    assert space(0, torch.cuda.current_stream().cuda_stream) is not None
     x = torch.randn(tokens, k, device=GPU, dtype=BF16)
     packed, outs = weight.tensors["weight"], [x.new_full((tokens, n), float("nan")) for _ in range(3)]
     exact = x.double()
@@ -255,13 +256,51 @@ def test_tiles_divided_among_blocks(config: W4A8Config | W4A16Config, n: int, k:
     assert torch.equal(outs[0], outs[2])
 
 
-def test_each_stream_has_space_of_its_own() -> None:
+def test_each_owner_has_space_of_its_own() -> None:
+    spaces = Spaces(0)
+    owners = [*(("stream", number) for number in range(6)), *(("graph", number) for number in range(6))]
+    given = [spaces.of(owner) for owner in owners]
+    found = [one for one in given if one is not None]
+    assert len(set(found)) == len(found) < len(owners)
+    assert [spaces.of(owner) for owner in owners] == given
+
+
+def test_graphs_use_a_space_of_their_own() -> None:
     reserve(0)
-    streams = [torch.cuda.Stream().cuda_stream for _ in range(8)]
-    spaces = [space(0, stream) for stream in streams]
-    found = [one for one in spaces if one is not None]
-    assert len(set(found)) == len(found) < len(streams)
-    assert [space(0, stream) for stream in streams] == spaces
+    seen = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            stream = torch.cuda.current_stream().cuda_stream
+            seen += [space(0, stream), space(0, stream)]
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert space(0, torch.cuda.current_stream().cuda_stream) not in seen
+
+
+@pytest.mark.parametrize("k", [2688, 5376])
+def test_octets_of_several_tiles_keep_apart(k: int) -> None:
+    weight = layer(W4A8, 43008, k, scheme(W4A8, 64, symmetric=False))
+    x = torch.randn(32, k, device=GPU, dtype=BF16)
+    first = W4A8.run(x, weight)
+    assert error(W4A8, x, weight) < 3e-3
+    assert all(torch.equal(W4A8.run(x, weight), first) for _ in range(50))
+
+
+def test_streamed_tiles_in_a_graph_and_with_nan() -> None:
+    weight = layer(W4A8, 57344, 1024)
+    x = torch.randn(64, 1024, device=GPU, dtype=BF16)
+    want = W4A8.run(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [W4A8.run(x, weight) for _ in range(3)]
+    for _ in range(3):
+        graph.replay()
+    assert all(torch.equal(out, want) for out in outs)
+    x[7, 3] = torch.nan
+    spoiled = W4A8.run(x, weight)
+    assert spoiled[7].isnan().all()
+    others = [token for token in range(64) if token != 7]
+    assert torch.equal(spoiled[others], want[others])
 
 
 def test_wrong_operands_are_one_line() -> None:

@@ -14,7 +14,7 @@ SHARED_BYTES = (
     227 * 1024
 )  # what one block may have; several have to fit into 228 KB with 1 KB each for the system
 ANY = 1 << 30
-MOST_SUMS = 192 * 128  # of the blocks that one multiprocessor runs together
+MOST_SUMS = 128 * 128  # of the blocks that one multiprocessor runs together
 QUANTUM = 8  # blocks of K: what a kernel's unrolled stages take at once, or a multiple of it
 
 _PRODUCERS = 128
@@ -84,22 +84,25 @@ class TileConfig(ABC):
         if self.split > 1:
             return Schedule(tiles * self.cluster, 0, blocks_k)
         places = MULTIPROCESSORS * self.blocks_per_sm // self.cluster
-        if self.stream and tiles % places and tiles * ceil_div(blocks_k, QUANTUM) >= places:
+        fits = self.tokens * self.rows * self.blocks_per_sm <= MOST_SUMS
+        if self.stream and fits and tiles % places and tiles * ceil_div(blocks_k, QUANTUM) >= places:
             whole = max(tiles // places - 1, 0) * places
             return Schedule(places * self.cluster, tiles - whole, QUANTUM)
         return Schedule(ceil_div(tiles, ceil_div(tiles, places)) * self.cluster, 0, blocks_k)
 
     @property
     def staged_bytes(self) -> int:
-        """For sums on their way to other blocks, or for finished tokens on their way out: ``Staged``."""
-        if self.split > 1:
-            return self.tokens * self.rows * 4
-        return self.staged_tokens * self.rows * 2
+        """For sums on their way to other blocks, and for finished tokens on their way out: ``Staged``."""
+        exchanged = self.tokens * self.rows * 4 if self.split > 1 else 0
+        return exchanged + (self.staged_tokens * self.rows * 2 if self.staged_tokens else 16)
 
     @property
     def staged_tokens(self) -> int:
-        """How many tokens of a finished tile go out at once."""
-        return min(self.tokens, 64 if self.tokens % 64 == 0 else 32)
+        """How many finished tokens go out at once; none where blocks that divide K have no whole eights of tokens."""
+        if self.tokens // 8 % self.split:
+            return 0
+        own = self.tokens // self.split
+        return own if own < 64 else 64 if own % 64 == 0 else 32
 
     @property
     def pipeline_bytes(self) -> int:

@@ -144,6 +144,14 @@ def tensor_map(
     return (ctypes.c_ubyte * 128).from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
 
 
+def captured_by(stream: int) -> int | None:
+    """The number of the graph that ``stream`` is capturing, if it is."""
+    driver = _driver()
+    result, status, graph, *_ = driver.cuStreamGetCaptureInfo(stream)
+    _checked((result,), "ask whether a graph is being captured")
+    return int(graph) if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else None
+
+
 def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
     """Where a tensor's data is, as a kernel's argument; null for none."""
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

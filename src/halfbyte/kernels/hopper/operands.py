@@ -70,7 +70,7 @@ class Linear:
 
     def _out_map(self) -> ctypes.Array:
         tokens, features = self.out.shape
-        box = self.config.staged_tokens
+        box = self.config.staged_tokens or self.config.tokens  # in the second case nothing is copied by it
         return tensor_map(self.out.data_ptr(), "bf16", tokens, features, features * 2, box, ROWS, 128)
 
 

@@ -50,7 +50,7 @@ class W4A8Config(TileConfig):
         blocks = self.stages * self.stage_blocks
         total = up(blocks * self.tokens * INPUTS + self.staged_bytes, 128)
         total = up(total + blocks * self.warpgroups * fmt.nbytes, 128)
-        total = up(total, 256) + (ceil_div(blocks * fmt.groups, SUMS_AT_ONCE) + 1) * self.tokens * 32
+        total = up(total, 256) + (ceil_div(blocks * fmt.groups, SUMS_AT_ONCE) + 2) * self.tokens * 32
         total += self.warpgroups * self.tokens * 4
         return up(total + self.pipeline_bytes, 1024)
 

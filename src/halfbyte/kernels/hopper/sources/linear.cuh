@@ -13,6 +13,8 @@ constexpr int WARPGROUPS = TILE_ROWS / 64;
 constexpr int CONSUMERS = WARPGROUPS * 128;
 constexpr int THREADS = CONSUMERS + 128;  // one more warpgroup, whose warps feed the others
 constexpr int CLUSTER = SHARE * SPLIT;
+static_assert(STAGES >= 2);
+static_assert(!STREAM || SPLIT == 1, "K is divided in one way or the other");
 
 constexpr int GROUPS = 128 / GROUP_SIZE;  // in one stage
 constexpr int SCALES_BYTES = 64 * GROUPS * sizeof(Scale);
@@ -146,14 +148,25 @@ struct Pipeline {
     }
 };
 
-// A tile on its way out, not more than 64 tokens at a time: each warpgroup's part by itself, in rows of 128 bytes whose
-// pieces of 16 bytes are permuted as the accelerator does it (swizzle).
-constexpr int STAGED_TOKENS = TOKENS < 64 ? TOKENS : TOKENS % 64 == 0 ? 64 : 32;
-static_assert(TOKENS % STAGED_TOKENS == 0);
+// Blocks that divide K add up some of the tile's tokens each; where that is whole eights of tokens, they leave as a whole
+// tile does.
+constexpr bool STAGED = TOKENS / 8 % SPLIT == 0;
+constexpr int OWN_TOKENS = STAGED ? TOKENS / SPLIT : TOKENS;
 
-union Staged {
-    alignas(16) float4 partial[SPLIT > 1 ? QUADS : 1];  // [source][this block's share]
-    alignas(SPLIT > 1 ? 16 : 1024) u8 out[SPLIT > 1 ? 1 : WARPGROUPS][STAGED_TOKENS * 128];
+// Tokens on their way out, not more than 64 at a time: each warpgroup's part by itself, in rows of 128 bytes whose pieces
+// of 16 bytes are permuted as the accelerator does it (swizzle).
+constexpr int STAGED_TOKENS = OWN_TOKENS < 64 ? OWN_TOKENS : OWN_TOKENS % 64 == 0 ? 64 : 32;
+static_assert(OWN_TOKENS % STAGED_TOKENS == 0);
+
+template <bool EXCHANGES>
+struct Exchange {
+    alignas(16) float4 partial[QUADS];  // [source][this block's share]
+};
+template <>
+struct Exchange<false> {};
+
+struct Staged : Exchange<(SPLIT > 1)> {
+    alignas(STAGED ? 1024 : 16) u8 out[STAGED ? WARPGROUPS : 1][STAGED ? STAGED_TOKENS * 128 : 16];
 };
 
 __device__ __forceinline__ void meet_warpgroup() { named_barrier(1 + threadIdx.x / 128, 128); }
@@ -162,7 +175,7 @@ __device__ __forceinline__ void meet_warpgroup() { named_barrier(1 + threadIdx.x
 __device__ __forceinline__ void leave_together() {
     if constexpr (SHARE > 1) {
         __syncwarp();
-        cluster_arrive();
+        cluster_arrive_last();
         cluster_wait();
     }
 }
@@ -290,6 +303,35 @@ __device__ __forceinline__ void take_sums(const Problem& p, const Schedule& sche
     }
 }
 
+// Parts of sums to the blocks that add them up, and this block's back. of(j): this thread's sum j. Returns where they are:
+// quad i of this block's share is the sum of `SPLIT` quads, QUADS / SPLIT apart.
+template <class Of>
+__device__ __forceinline__ const float4* exchange(Pipeline& pipeline, Staged& staged, const Place& place, int thread, Of of) {
+    constexpr int PART = QUADS / SPLIT;
+    const u32 buffer = shared_address(staged.partial), barrier = shared_address(&pipeline.reduced);
+    meet_warpgroup();  // what `finished` reads has been written
+#pragma unroll
+    for (int j = 0; j < ACCUMULATORS / 4; ++j) {
+        const int quad = j * CONSUMERS + thread;
+        const u32 owner = quad / PART * SHARE + place.neighbour;
+        store_remote(
+            remote_address(buffer + (place.part * PART + quad % PART) * 16, owner), remote_address(barrier, owner),
+            of(4 * j), of(4 * j + 1), of(4 * j + 2), of(4 * j + 3));
+    }
+    barrier_wait_cluster(barrier, 0);
+    return staged.partial;
+}
+
+__device__ __forceinline__ float4 added(const float4* partial, int i) {
+    float4 sum = partial[i];
+#pragma unroll
+    for (int source = 1; source < SPLIT; ++source) {
+        const float4 more = partial[source * (QUADS / SPLIT) + i];
+        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+    }
+    return sum;
+}
+
 // A finished tile to memory, by its warpgroups. of(j): this thread's sum j. of_feature(n): what `finished` wants to know
 // of feature n of the matrix. finished(sum, m, about): the result for token m of the tile and that feature.
 template <class Of, class OfFeature, class Finished>
@@ -298,26 +340,11 @@ __device__ __forceinline__ void store_tile(
     int token_base, Of of, OfFeature of_feature, Finished finished, Out* out) {
     // Read anew, or else the compiler computes addresses before the loop and has them in its way all along.
     const int thread = thread_now(), lane = thread & 31, warpgroup = thread / 128, warp = thread / 32 % 4;
-    if constexpr (SPLIT > 1) {
+    if constexpr (!STAGED) {
         constexpr int PART = QUADS / SPLIT;
-        const u32 buffer = shared_address(staged.partial), barrier = shared_address(&pipeline.reduced);
-        meet_warpgroup();  // what `finished` reads has been written
-#pragma unroll
-        for (int j = 0; j < ACCUMULATORS / 4; ++j) {
-            const int quad = j * CONSUMERS + thread;
-            const u32 owner = quad / PART * SHARE + place.neighbour;
-            store_remote(
-                remote_address(buffer + (place.part * PART + quad % PART) * 16, owner), remote_address(barrier, owner),
-                of(4 * j), of(4 * j + 1), of(4 * j + 2), of(4 * j + 3));
-        }
-        barrier_wait_cluster(barrier, 0);
+        const float4* const partial = exchange(pipeline, staged, place, thread, of);
         for (int i = thread; i < PART; i += CONSUMERS) {
-            float4 sum = staged.partial[i];
-#pragma unroll
-            for (int source = 1; source < SPLIT; ++source) {
-                const float4 more = staged.partial[source * PART + i];
-                sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-            }
+            const float4 sum = added(partial, i);
             const int quad = place.part * PART + i, from = quad % CONSUMERS;
             const int feature = feature_base + from / 128 * 64 + from / 32 % 4 * 16 + from % 32 / 4;
             const int token = quad / CONSUMERS * 8 + from % 4 * 2;
@@ -330,31 +357,47 @@ __device__ __forceinline__ void store_tile(
             }
         }
     } else {
+        float own[SPLIT > 1 ? OWN_TOKENS / 2 : 1];
+        int first_token = 0;  // in the tile, of those that are this block's
+        if constexpr (SPLIT > 1) {
+            const float4* const partial = exchange(pipeline, staged, place, thread, of);
+            first_token = place.part * OWN_TOKENS;
+#pragma unroll
+            for (int j = 0; j < OWN_TOKENS / 8; ++j) {
+                const float4 sum = added(partial, j * CONSUMERS + thread);
+                own[4 * j] = sum.x, own[4 * j + 1] = sum.y, own[4 * j + 2] = sum.z, own[4 * j + 3] = sum.w;
+            }
+        }
+        auto own_of = [&](int j) {
+            if constexpr (SPLIT > 1) return own[j];
+            else return of(j);
+        };
         const int feature = feature_base + warpgroup * 64, column = lane % 4 * 2, in_eight = lane % 8;
         const auto low = of_feature(feature + warp * 16 + lane / 4), high = of_feature(feature + warp * 16 + lane / 4 + 8);
         const u32 buffer = shared_address(staged.out[warpgroup]);
         const u32 to = buffer + in_eight * 128 + ((warp * 2 + lane / 8 % 2 ^ in_eight) << 4);
 #pragma unroll
-        for (int first = 0; first < TOKENS; first += STAGED_TOKENS) {
+        for (int first = 0; first < OWN_TOKENS; first += STAGED_TOKENS) {
             if (thread % 128 == 0) wait_for_copies_out();  // the buffer is free
             meet_warpgroup();
             u32 packed[STAGED_TOKENS / 8][2];
 #pragma unroll
             for (int i = 0; i < STAGED_TOKENS / 8; ++i) {
-                const int m = first + i * 8 + column, j = first / 2 + i * 4;
-                packed[i][0] = Out::pack(finished(of(j), m, low), finished(of(j + 1), m + 1, low));
-                packed[i][1] = Out::pack(finished(of(j + 2), m, high), finished(of(j + 3), m + 1, high));
+                const int m = first_token + first + i * 8 + column, j = first / 2 + i * 4;
+                packed[i][0] = Out::pack(finished(own_of(j), m, low), finished(own_of(j + 1), m + 1, low));
+                packed[i][1] = Out::pack(finished(own_of(j + 2), m, high), finished(own_of(j + 3), m + 1, high));
             }
 #pragma unroll
             for (int i = 0; i < STAGED_TOKENS / 8; ++i) store_transposed(to + i * 1024, packed[i][0], packed[i][1]);
             copy_engine_fence();
             meet_warpgroup();
-            if (thread % 128 == 0 && feature < p.features) copy_tile_out(out_map, feature, token_base + first, buffer);
+            if (thread % 128 == 0 && feature < p.features)
+                copy_tile_out(out_map, feature, token_base + first_token + first, buffer);
         }
     }
 }
 
 // Shared memory is not given up while copies still read it.
 __device__ __forceinline__ void finish_stores() {
-    if (SPLIT == 1 && threadIdx.x % 128 == 0) wait_for_copies_out();
+    if (STAGED && threadIdx.x % 128 == 0) wait_for_copies_out();
 }

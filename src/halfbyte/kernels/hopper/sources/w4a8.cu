@@ -7,7 +7,9 @@
 
 constexpr int OCTET = 8;                // groups whose offsets are multiplied at once
 constexpr int SUM_BYTES = TOKENS * 32;  // of an octet
-constexpr int SUM_TILES = (STAGES * STAGE_BLOCKS * GROUPS + OCTET - 1) / OCTET + 1;  // in stages in flight, and one in use
+// Places for octets: of the stages in flight, of the octet in use, and of the one before it: a stage is left before the
+// offsets of the octet that it ends are multiplied.
+constexpr int SUM_TILES = (STAGES * STAGE_BLOCKS * GROUPS + OCTET - 1) / OCTET + 2;
 constexpr int STEPS = GROUPS * PARTS;  // products of one block of K, each promoted by itself
 // While a step is promoted, so many steps after it are multiplied.
 constexpr int FLIGHT = SUMS - 1;
@@ -18,6 +20,7 @@ constexpr bool ROUNDS = GROUPS == 1 && OCTET % (STAGES * STAGE_BLOCKS) == 0 && (
 constexpr int BLOCKS = ROUNDS ? OCTET : STAGES * STAGE_BLOCKS;
 constexpr int ROUND = BLOCKS * STEPS;
 constexpr float HALF_CODE = -0.5f / 256;
+static_assert(STAGE_BLOCKS * GROUPS <= OCTET, "not more than one octet comes with a stage");
 static_assert(!AHEAD || (ROUNDS && FLIGHT <= STEPS), "a block's codes are free while the next one is multiplied");
 
 __device__ __forceinline__ int stage_of(int block) { return block / STAGE_BLOCKS % STAGES; }
@@ -50,7 +53,7 @@ __device__ __forceinline__ void convert(u32 (&a)[4][4], const uint4* words, u32 
 }
 
 // With the first block of an octet of groups come its sums. They take turns with SUM_TILES places; that a place is free
-// follows from the stage being free.
+// follows from the stage being free (tried for all numbers of stages, groups and blocks, over several tiles).
 struct Sums {
     Shared& shared;
     const TensorMap& map;
