@@ -24,12 +24,10 @@ _MOST_ERROR = 3e-3
 # Tokens and rows of tiles, and in how many parts the tokens are multiplied where a kernel can do that.
 _SIXTY_FOUR = ((64, 128, 1), (64, 128, 2), (64, 192, 1), (64, 192, 2), (64, 256, 1))
 _MANY = (
-    *((64, 128, parts) for parts in (1, 2)),
-    *((96, 192, parts) for parts in (1, 2, 3)),
-    *((128, 128, parts) for parts in (1, 2, 4)),
-    *((128, 192, parts) for parts in (4,)),
-    *((192, 128, parts) for parts in (3, 6)),
-    *((256, 128, parts) for parts in (4, 8)),
+    *((64, 128, 1), (64, 128, 2)),
+    *((96, 192, 1), (96, 192, 2), (96, 192, 3)),
+    *((128, 128, 1), (128, 128, 2), (128, 128, 4), (128, 192, 4)),
+    *((192, 128, 3), (192, 128, 6), (256, 128, 4), (256, 128, 8)),
 )
 _GROUP = 128
 
