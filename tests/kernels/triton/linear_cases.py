@@ -26,9 +26,8 @@ STATIC_INT8 = ActivationFormat("int8", "tensor", dynamic=False)
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 # What sums may lose, relative to the sum of magnitudes: fp32 sums on tensor cores are cut off, not rounded.
 LOSS = {"e4m3": 2.0**-16, "int8": 2.0**-20, None: 2.0**-16}
-# Hopper cuts FP8 products off 13 bits below the first bit of the largest of 32 and of their sum so far. INT4 codes
-# count as 8 there, having that exponent in E4M3.
-LOSS_ON_GPU = {**LOSS, "e4m3": 2.0**-10}
+# Hopper cuts FP8 products off 13 bits below the first bit of the largest of 32 and of their sum so far.
+LOSS_ON_GPU = {**LOSS, "e4m3": 2.0**-12}
 
 
 @dataclass(frozen=True)

@@ -92,15 +92,17 @@ def test_every_number_of_tokens(number: int) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_errors_at_the_size_of_a_model(way: str) -> None:
-    # Relative to float64, with a result in BF16: little more than its rounding should show. (Where one large number
-    # makes up the norm, rounding alone may be 2^-9 of it.)
+    # Relative to float64, with a result in BF16: nothing but its rounding should show. (One large number may make up
+    # the norm, of which rounding alone may take 2^-8: that one is looked at by itself.)
     layer = layer_of(way)
     for tokens in (1, 16, 64, 512):
         x = torch.randn(tokens, INPUTS, generator=torch.Generator().manual_seed(0)).to(GPU, torch.bfloat16)
         # The upper half of the channels has a huge one, next to which no error would show.
         y, want = (result[:, : ROWS // 2].double() for result in (layer(x), layer.reference(x)))
-        more_than_rounding = ((y - want).abs() - want.abs() / 512).clamp(min=0)
-        assert more_than_rounding.norm() <= 1.5e-3 * want.norm(), tokens
+        largest = want.abs() == want.abs().max()
+        error = (y - want).abs()
+        assert error[~largest].norm() <= 3e-3 * want[~largest].norm(), tokens
+        assert (error[largest] <= (2.0**-8 + 1e-3) * want[largest].abs()).all(), tokens
 
 
 @pytest.mark.parametrize("way", WAYS)
