@@ -82,12 +82,15 @@ def test_every_shape_fits(name: str) -> None:
                 assert (taken + 1024) * config.blocks_per_sm <= 228 * 1024
 
 
+FMT = BlockFormat(128, BF16)
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_every_tile_is_computed_once(name: str) -> None:
     for tokens, features in ((1, 16), (64, 57344), (300, 656), (8192, 28672)):
-        config: TileConfig = TABLES[name].choose(tokens, features, 4096, BlockFormat(128, BF16))
+        config: TileConfig = TABLES[name].choose(tokens, features, 4096, FMT)
         tiles = -(-features // (config.rows * config.share)) * -(-tokens // config.tokens)
-        schedule = config.schedule(tokens, features, 32)
+        schedule = config.schedule(tokens, features, 32, FMT)
         clusters = schedule.blocks // config.cluster
         whole = tiles - schedule.streamed
         rounds = -(-whole // clusters)
@@ -100,7 +103,7 @@ def test_every_tile_is_computed_once(name: str) -> None:
 @pytest.mark.parametrize("features", [16, 4096, 28672, 57344])
 def test_streamed_tiles_are_divided_evenly(features: int, tokens: int, blocks_k: int) -> None:
     config = w4a8_config.W4A8Config(128, 128, stages=4, stream=True)
-    schedule = config.schedule(tokens, features, blocks_k)
+    schedule = config.schedule(tokens, features, blocks_k, FMT)
     tiles = -(-features // 128) * -(-tokens // 128)
     if not schedule.streamed:
         assert tiles % MULTIPROCESSORS == 0 or tiles * -(-blocks_k // QUANTUM) < MULTIPROCESSORS
@@ -109,3 +112,13 @@ def test_streamed_tiles_are_divided_evenly(features: int, tokens: int, blocks_k:
     assert (tiles - schedule.streamed) % MULTIPROCESSORS == 0
     assert 0 < schedule.streamed < 2 * MULTIPROCESSORS
     assert schedule.quantum == QUANTUM
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("split", [2, 4, 8])
+def test_parts_of_k_begin_where_sums_can_be_copied(group: int, split: int) -> None:
+    fmt = BlockFormat(group, BF16)
+    schedule = w4a8_config.W4A8Config(8, 64, split=split).schedule(1, 4096, 9, fmt)
+    groups = schedule.quantum * 128 // group
+    assert groups * 4 % 16 == 0  # bytes of fp32 sums
+    assert QUANTUM % schedule.quantum == 0

@@ -238,7 +238,7 @@ def test_tiles_divided_among_blocks(config: W4A8Config | W4A16Config, n: int, k:
     fmt = kernel.block_format(weight)
     fitting = fitted(config, fmt)
     assert fitting is not None
-    assert fitting.schedule(tokens, n, -(-k // 128)).streamed
+    assert fitting.schedule(tokens, n, -(-k // 128), fmt).streamed
     assert space(0, torch.cuda.current_stream().cuda_stream) is not None
     x = torch.randn(tokens, k, device=GPU, dtype=BF16)
     packed, outs = weight.tensors["weight"], [x.new_full((tokens, n), float("nan")) for _ in range(3)]

@@ -24,7 +24,7 @@ from halfbyte.kernels.problem import LinearProblem, Prepared
 _MOST_ERROR = 3e-3
 # Tokens and rows of tiles, and in how many parts the tokens are multiplied.
 _SIXTY_FOUR = ((64, 64, 1), (64, 128, 1), (64, 192, 1))
-_MANY = ((64, 128, 1), (128, 128, 1), (128, 128, 2), (192, 128, 3), (256, 128, 4))
+_MANY = ((64, 128, 1), (128, 128, 1), (128, 128, 2), (192, 128, 3), (192, 128, 4), (256, 128, 4))
 _STAGES = ((4, 2), (4, 1), (8, 1))  # and blocks of K in each
 _GROUP = 128
 
@@ -57,12 +57,12 @@ def subjects() -> dict[str, Subject]:
 
 
 def candidates(
-    config: Callable[..., TileConfig], tokens: int, features: int, inputs: int
+    config: Callable[..., TileConfig], tokens: int, features: int, inputs: int, fmt: BlockFormat
 ) -> list[TileConfig]:
     """Configurations worth timing for so many tokens: those whose blocks fill the GPU but do not queue for it."""
     found = []
     for one in _tiles(config, tokens):
-        blocks = one.schedule(tokens, features, ceil_div(inputs, INPUTS)).blocks
+        blocks = one.schedule(tokens, features, ceil_div(inputs, INPUTS), fmt).blocks
         enough = blocks * 2 > MULTIPROCESSORS
         queued = one.split > 1 and blocks > MULTIPROCESSORS * one.blocks_per_sm * 1.1
         if enough and not queued:
@@ -124,7 +124,7 @@ def _of_case(
     chosen = subject.table.choose(tokens, problem.out_features, problem.in_features, fmt)
     weight = operands.quantized(problem.scheme.weights)
     rows = []
-    others = candidates(subject.config, tokens, problem.out_features, problem.in_features)
+    others = candidates(subject.config, tokens, problem.out_features, problem.in_features, fmt)
     fitting = (fitted(config, fmt) for config in (chosen, *others))
     for config in dict.fromkeys(config for config in fitting if config is not None):
         out = x.new_full((tokens, problem.out_features), torch.nan)

@@ -22,7 +22,9 @@ _PRODUCERS = 128
 
 @dataclass(frozen=True)
 class Schedule:
-    """blocks: to launch. streamed: tiles, the first ones, that all of them divide. quantum: by so many blocks of K."""
+    """blocks: to launch. streamed: tiles, the first ones, that all of them divide. quantum: K is cut at multiples of so
+    many blocks of K, if at all.
+    """
 
     blocks: int
     streamed: int
@@ -56,6 +58,10 @@ class TileConfig(ABC):
         """Whether the kernel can be cut so for such weights, as far as shared memory does not decide it."""
         return True
 
+    def cut(self, fmt: BlockFormat) -> int:
+        """Parts of K begin at multiples of so many blocks of K; ``QUANTUM`` is a multiple of it."""
+        return 1
+
     @property
     def threads(self) -> int:
         return self.rows * 2 + _PRODUCERS
@@ -74,7 +80,7 @@ class TileConfig(ABC):
     def cluster(self) -> int:
         return self.split * self.share
 
-    def schedule(self, tokens: int, features: int, blocks_k: int) -> Schedule:
+    def schedule(self, tokens: int, features: int, blocks_k: int, fmt: BlockFormat) -> Schedule:
         """How many blocks to launch, and what each does.
 
         All tiles at once where K is split, else as many blocks as can run, each with as many tiles; with ``stream``
@@ -82,7 +88,7 @@ class TileConfig(ABC):
         """
         tiles = ceil_div(features, self.rows * self.share) * ceil_div(tokens, self.tokens)
         if self.split > 1:
-            return Schedule(tiles * self.cluster, 0, blocks_k)
+            return Schedule(tiles * self.cluster, 0, self.cut(fmt))
         places = MULTIPROCESSORS * self.blocks_per_sm // self.cluster
         fits = self.tokens * self.rows * self.blocks_per_sm <= MOST_SUMS
         if self.stream and fits and tiles % places and tiles * ceil_div(blocks_k, QUANTUM) >= places:

@@ -57,7 +57,7 @@ class Linear:
         stream = torch.cuda.current_stream().cuda_stream
         address = space(self.out.device.index, stream) if self.config.stream else None
         config = self.config if address else replace(self.config, stream=False)
-        schedule = config.schedule(tokens, features, blocks_k)
+        schedule = config.schedule(tokens, features, blocks_k, self.fmt)
         numbers = (tokens, features, blocks_k, rows64, _RASTER)
         sums = address + FLAG_BYTES if address else None
         return Problem(*numbers, schedule.streamed, schedule.quantum, sums, address), schedule.blocks

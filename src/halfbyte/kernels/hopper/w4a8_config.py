@@ -46,6 +46,10 @@ class W4A8Config(TileConfig):
         fits = self._registers(1, 1) <= self._most and (self.tokens <= 128 or self.split == 1)
         return fits and (fmt.groups > 1 or _ROUND % (self.stages * self.stage_blocks) == 0)
 
+    def cut(self, fmt: BlockFormat) -> int:
+        # The copy engine reads sums from where 16 bytes begin: four groups.
+        return max(4 // fmt.groups, 1)
+
     def shared_bytes(self, fmt: BlockFormat) -> int:
         blocks = self.stages * self.stage_blocks
         total = up(blocks * self.tokens * INPUTS + self.staged_bytes, 128)

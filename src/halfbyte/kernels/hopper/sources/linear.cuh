@@ -37,7 +37,7 @@ struct Registers {
 
 struct Problem {
     int tokens, features, blocks_k, rows64, raster;
-    int streamed, quantum;  // tiles that all blocks divide, by so many blocks of K: Schedule
+    int streamed, quantum;  // tiles that all blocks divide; K is divided by so many blocks: Schedule
     float4* partials;       // sums of tiles that are not finished, for each block QUADS
     u32* flags;             // for each block and warpgroup: whether its are there; all zero between kernels
 };
@@ -102,8 +102,8 @@ struct Schedule {
         }
         if (item >= tiles.count()) return false;
         tiles.at(item, s.feature_tile, s.token_base);
-        s.k_begin = p.blocks_k * part / SPLIT;
-        s.k_end = p.blocks_k * (part + 1) / SPLIT;
+        s.k_begin = min(static_cast<int>(quanta() * part / SPLIT) * p.quantum, p.blocks_k);
+        s.k_end = min(static_cast<int>(quanta() * (part + 1) / SPLIT) * p.quantum, p.blocks_k);
         item += clusters();
         return true;
     }
