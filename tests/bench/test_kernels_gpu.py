@@ -28,7 +28,8 @@ def test_every_kernel_of_ours_and_torchs_has_a_right_number() -> None:
     assert ("bf16_linear", True) in measured
     for row in results.rows:
         assert 0 < row["us"] <= row["us_median"], row
-        limit = 4e-3 if row["op"] in LINEAR_OPS else 5e-2
+        exact = row["op"] in LINEAR_OPS and row["kernel"] != "hopper-w4a8-fp8-scales"
+        limit = 4e-3 if exact else 5e-2
         assert row["rel_err"] <= limit, row
 
 

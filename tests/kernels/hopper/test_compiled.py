@@ -106,7 +106,8 @@ def test_streamed_tiles_are_divided_evenly(features: int, tokens: int, blocks_k:
     schedule = config.schedule(tokens, features, blocks_k, FMT)
     tiles = -(-features // 128) * -(-tokens // 128)
     if not schedule.streamed:
-        assert tiles % MULTIPROCESSORS == 0 or tiles * -(-blocks_k // QUANTUM) < MULTIPROCESSORS
+        rounds = -(-tiles // MULTIPROCESSORS)
+        assert tiles / (rounds * MULTIPROCESSORS) >= 0.8 or tiles * -(-blocks_k // QUANTUM) < MULTIPROCESSORS
         return
     assert schedule.blocks == MULTIPROCESSORS
     assert (tiles - schedule.streamed) % MULTIPROCESSORS == 0

@@ -225,14 +225,17 @@ def test_fp8_scales_for_any_number_of_tokens(n: int, k: int) -> None:
 STREAMED = (
     W4A8Config(64, 128, stages=4, stage_blocks=2, stream=True),
     W4A8Config(128, 128, stages=4, parts=2, share=2, stream=True),
+    W4A8Config(64, 192, stages=4, stage_blocks=2, stream=True),
     W4A16Config(64, 128, stages=4, stream=True),
 )
 
 
 @pytest.mark.parametrize("config", STREAMED, ids=str)
-@pytest.mark.parametrize(("n", "k"), [(18960, 1088), (20480, 4096), (28672, 1152)])
-@pytest.mark.parametrize("tokens", [64, 130, 700])
-def test_tiles_divided_among_blocks(config: W4A8Config | W4A16Config, n: int, k: int, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "n", "k"),
+    [(64, 18960, 1088), (64, 19200, 4096), (64, 35008, 1152), (130, 6000, 1088), (700, 1600, 4096)],
+)
+def test_tiles_divided_among_blocks(config: W4A8Config | W4A16Config, tokens: int, n: int, k: int) -> None:
     kernel = W4A8 if isinstance(config, W4A8Config) else W4A16
     weight = layer(kernel, n, k, scheme(kernel, 64))
     fmt = kernel.block_format(weight)

@@ -14,6 +14,7 @@ from tests.kernels.triton.linear_cases import (
     assert_exact,
     assert_right,
     case_of,
+    cut_off_on_hopper,
     hostile_weight,
     schemes,
     whole_case,
@@ -61,7 +62,9 @@ def test_hostile_scales_and_codes(run: Runner) -> None:
         x[1] *= 0.01
         x[1, inputs // 2] = 448
         cases.append(replace(case, x=x, weight=hostile_weight(scheme, 48, inputs, number)))
-    check(run, cases)
+    for case, y in zip(cases, run(cases), strict=True):
+        fp8 = case.scheme.activations is not None and case.scheme.activations.element == "e4m3"
+        assert_right(case, y, LOSS, cut_off_on_hopper(case) if fp8 and run is on_gpu else 0.0)
 
 
 def test_many_tokens_in_one_call(run: Runner) -> None:

@@ -18,6 +18,7 @@ MOST_SUMS = 128 * 128  # of the blocks that one multiprocessor runs together
 QUANTUM = 8  # blocks of K: what a kernel's unrolled stages take at once, or a multiple of it
 
 _PRODUCERS = 128
+_IDLE = 0.2  # so many blocks without a tile in the last round, as a part of all rounds, cost more than dividing tiles
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class TileConfig(ABC):
 
     stages: in flight. blocks_per_sm: for how many the registers are divided. parts: of the tokens,
     multiplied and promoted one after the other. stream: whether the tiles of the last rounds are divided evenly among
-    all blocks, along K. stage_blocks: of K in a stage.
+    all blocks, along K, where whole tiles would leave too many idle. stage_blocks: of K in a stage.
     """
 
     tokens: int
@@ -84,14 +85,15 @@ class TileConfig(ABC):
         """How many blocks to launch, and what each does.
 
         All tiles at once where K is split, else as many blocks as can run, each with as many tiles; with ``stream``
-        the last round, which may not be full, and the one before are divided.
+        a last round that is far from full and the one before are divided.
         """
         tiles = ceil_div(features, self.rows * self.share) * ceil_div(tokens, self.tokens)
         if self.split > 1:
             return Schedule(tiles * self.cluster, 0, self.cut(fmt))
         places = MULTIPROCESSORS * self.blocks_per_sm // self.cluster
         fits = self.tokens * self.rows * self.blocks_per_sm <= MOST_SUMS
-        if self.stream and fits and tiles % places and tiles * ceil_div(blocks_k, QUANTUM) >= places:
+        idle = 1 - tiles / (ceil_div(tiles, places) * places)
+        if self.stream and fits and idle > _IDLE and tiles * ceil_div(blocks_k, QUANTUM) >= places:
             whole = max(tiles // places - 1, 0) * places
             return Schedule(places * self.cluster, tiles - whole, QUANTUM)
         return Schedule(ceil_div(tiles, ceil_div(tiles, places)) * self.cluster, 0, blocks_k)
