@@ -13,7 +13,8 @@ from halfbyte.bench.kernels.operands import Operands
 from halfbyte.bench.kernels.peers import Peers
 from halfbyte.formats.activations import quantize_activations
 from halfbyte.formats.packing import pack_int32
-from halfbyte.formats.spec import FLOAT_MAX, ActivationFormat, TensorFormat
+from halfbyte.formats.spec import ActivationFormat, TensorFormat
+from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import split_scales
 
 _FP8, _INT8 = ActivationFormat("e4m3", "token"), ActivationFormat("int8", "token")
 
@@ -22,8 +23,6 @@ _FP8, _INT8 = ActivationFormat("e4m3", "token"), ActivationFormat("int8", "token
 _UINT4_BIAS_8 = 4 << 8 | 8 << 17 | 1 << 50
 _TOP_BITS = -0x77777778  # 0x88888888 as int32: the top bit of every nibble
 _CUTLASS_GROUP = 128
-# The kernel multiplies scales by up to 8 before it rounds them to E4M3, so they are stored an eighth as large.
-_CUTLASS_HEADROOM = 8
 _INT16_SCALE_STEPS = 4096
 
 
@@ -87,12 +86,12 @@ def _cutlass_w4a8(operands: Operands, group_size: int | None) -> Callable[[int],
     weight = operands.seven(group_size)
     # Signed nibbles: stored codes are code + 8, which differs from two's complement in the top bit alone.
     codes = torch.ops._C.cutlass_encode_and_reorder_int4b((pack_int32(weight.codes, 4) ^ _TOP_BITS).T)
-    group_scales, channel_scales = _two_level_scales(weight.scales)
+    group_scales, channel_scales = split_scales(weight.scales)
     packed_scales = torch.ops._C.cutlass_pack_scale_fp8(group_scales.T.contiguous())
 
     def call(copy: Any, fed: Any, room: torch.Tensor) -> torch.Tensor:
         return torch.ops._C.cutlass_w4a8_mm(
-            fed[0], copy[0], copy[1], group_size, channel_scales, fed[1], None, None
+            fed[0], copy[0], copy[1], group_size, channel_scales.unsqueeze(1), fed[1], None, None
         )
 
     return linear(
@@ -104,13 +103,6 @@ def _cutlass_w4a8(operands: Operands, group_size: int | None) -> Callable[[int],
         feed=partial(quantize_activations, fmt=_FP8),
         quantized=True,
     )
-
-
-def _two_level_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """BF16 group scales ``[N, G]`` as E4M3 ``[N, G]`` and fp32 per channel ``[N, 1]``, with the kernel's headroom."""
-    channel = scales.float().amax(1, keepdim=True) / FLOAT_MAX["e4m3"]
-    group = (scales.float() / channel).to(torch.float8_e4m3fn)
-    return (group.float() / _CUTLASS_HEADROOM).to(torch.float8_e4m3fn), channel * _CUTLASS_HEADROOM
 
 
 def _cutlass_fp8(operands: Operands) -> Callable[[int], Task]:
