@@ -37,11 +37,15 @@ TABLE = Table(
         (32, 6144, ANY, W4A16Config(32, 128, split=8, stages=5, blocks_per_sm=2)),
         (32, 12288, ANY, W4A16Config(32, 128, split=2)),
         (32, ANY, ANY, W4A16Config(32, 128, stages=5, blocks_per_sm=2)),
+        (64, 6144, ANY, W4A16Config(64, 64, split=2, stages=4)),
         (64, 12288, ANY, W4A16Config(64, 128, split=2, stages=6)),
         (64, ANY, ANY, W4A16Config(64, 128, stages=6)),
         (128, 6144, ANY, W4A16Config(64, 128, split=2, stages=6)),
         (128, 12288, ANY, W4A16Config(128, 128, split=2, stages=3)),
         (256, 6144, ANY, W4A16Config(128, 128, split=2, stages=3)),
+        (256, ANY, ANY, W4A16Config(128, 128, stages=4)),
+        (1024, ANY, ANY, W4A16Config(128, 128, share=2, stages=5)),
+        (ANY, ANY, ANY, W4A16Config(256, 128, stages=2, parts=4)),
         (ANY, ANY, ANY, W4A16Config(128, 128, stages=4)),
     )
 )

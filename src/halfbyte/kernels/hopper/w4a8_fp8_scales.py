@@ -19,7 +19,7 @@ def w4a8_fp8_scales_linear(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``x_scale * (channel_scale * (x @ weight.T)) + bias`` as ``[M, N]`` in bfloat16 or float16.
+    """``channel_scale * (x_scale * (x @ weight.T)) + bias``, products in this order, as ``[M, N]`` in bfloat16 or float16.
 
     x: E4M3 codes ``[M, K]``, contiguous. x_scale: fp32 ``[M, 1]``. weight: blocks of ``w4a8_fp8_scales_codes``, groups
     of 128. channel_scale: fp32 ``[N]``. bias: in ``out_dtype``. Where K is not split (more than 64 tokens), sums run

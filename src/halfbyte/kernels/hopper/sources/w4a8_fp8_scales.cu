@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
                 return n < p.features ? OfFeature{channel_scale[n], bias ? bias[n].value() : 0.0f} : OfFeature{0.0f, 0.0f};
             },
             [&](float value, int m, OfFeature of) {
-                return shared.token_scale[warpgroup][m] * (of.scale * value) + of.bias;
+                return of.scale * (shared.token_scale[warpgroup][m] * value) + of.bias;
             },
             out);
     }
