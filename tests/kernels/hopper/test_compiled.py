@@ -27,7 +27,12 @@ from tests.kernels.hopper.cubin import faults
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OTHERS = ((64, BF16, False, BF16), (32, FP16, True, FP16), (128, FP32, True, BF16), (128, FP16, False, FP16))
-TABLES: dict[str, Table[Any]] = {"w4a8": w4a8_config.TABLE, "w4a16": w4a16_config.TABLE}
+TABLES: dict[str, Table[Any]] = {
+    "w4a8": w4a8_config.TABLE,
+    "w4a16": w4a16_config.EXACT,
+    "w4a16 rounded": w4a16_config.ROUNDED,
+}
+W4A16 = list(dict.fromkeys([*w4a16_config.EXACT.configurations(), *w4a16_config.ROUNDED.configurations()]))
 
 
 @pytest.mark.parametrize("config", w4a8_config.TABLE.configurations(), ids=str)
@@ -36,10 +41,12 @@ def test_no_w4a8_configuration_of_the_table_spills(config: w4a8_config.W4A8Confi
     assert faults(source, tmp_path) == []
 
 
-@pytest.mark.parametrize("config", w4a16_config.TABLE.configurations(), ids=str)
+@pytest.mark.parametrize("config", W4A16, ids=str)
 def test_no_w4a16_configuration_of_the_table_spills(config: w4a16_config.W4A16Config, tmp_path: Path) -> None:
-    source = w4a16.w4a16_source(config, w4a16.block_format(128, BF16, False, BF16), BF16)
-    assert faults(source, tmp_path) == []
+    fmt = w4a16.block_format(128, BF16, False, BF16)
+    fitting = fitted(config, fmt)
+    assert fitting is not None
+    assert faults(w4a16.w4a16_source(fitting, fmt, BF16), tmp_path) == []
 
 
 @pytest.mark.parametrize("config", w4a8_fp8_scales_config.TABLE.configurations(), ids=str)
@@ -67,7 +74,9 @@ def test_other_weights_compile(
     source = w4a8.w4a8_source(w4a8_config.TABLE.choose(tokens, features, 4096, fmt), fmt, out)
     assert faults(source, tmp_path) == []
     fmt = w4a16.block_format(group, scale, zero_points, out)
-    source = w4a16.w4a16_source(w4a16_config.TABLE.choose(tokens, features, 4096, fmt), fmt, out)
+    source = w4a16.w4a16_source(
+        w4a16_config.table_for(fmt, out).choose(tokens, features, 4096, fmt), fmt, out
+    )
     assert faults(source, tmp_path) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -24,7 +24,15 @@ from halfbyte.kernels.problem import LinearProblem, Prepared
 _MOST_ERROR = 3e-3
 # Tokens and rows of tiles, and in how many parts the tokens are multiplied.
 _SIXTY_FOUR = ((64, 64, 1), (64, 128, 1), (64, 192, 1))
-_MANY = ((64, 128, 1), (128, 128, 1), (128, 128, 2), (192, 128, 3), (192, 128, 4), (256, 128, 4))
+_MANY = (
+    (64, 128, 1),
+    (128, 128, 1),
+    (128, 128, 2),
+    (192, 128, 3),
+    (192, 128, 4),
+    (256, 128, 1),
+    (256, 128, 4),
+)
 _STAGES = ((4, 2), (4, 1), (8, 1))  # and blocks of K in each
 _GROUP = 128
 
@@ -36,12 +44,13 @@ Run = Callable[[TileConfig, BlockFormat, torch.Tensor, torch.Tensor], None]
 class Subject:
     """A kernel to tune.
 
-    config: the class of its configurations. table: those now in use. bind: the kernel on given inputs.
+    configs: what makes its configurations, each a class or one with something fixed. table: those now in use. bind: the
+    kernel on given inputs.
     """
 
     kernel: HopperW4A8 | HopperW4A16
     scheme: str
-    config: Callable[..., TileConfig]
+    configs: Sequence[Callable[..., TileConfig]]
     table: Table[Any]
     bind: Callable[[torch.Tensor, Prepared], Run]
 
@@ -49,19 +58,25 @@ class Subject:
 def subjects() -> dict[str, Subject]:
     """By op."""
     return {
-        "w4a8_linear": Subject(HopperW4A8(), "w4a8", w4a8_config.W4A8Config, w4a8_config.TABLE, _bind_w4a8),
+        "w4a8_linear": Subject(
+            HopperW4A8(), "w4a8", (w4a8_config.W4A8Config,), w4a8_config.TABLE, _bind_w4a8
+        ),
         "w4a16_linear": Subject(
-            HopperW4A16(), "w4a16", w4a16_config.W4A16Config, w4a16_config.TABLE, _bind_w4a16
+            HopperW4A16(),
+            "w4a16",
+            (w4a16_config.W4A16Config, partial(w4a16_config.W4A16Config, rounded=True)),
+            w4a16_config.ROUNDED,
+            _bind_w4a16,
         ),
     }
 
 
 def candidates(
-    config: Callable[..., TileConfig], tokens: int, features: int, inputs: int, fmt: BlockFormat
+    configs: Sequence[Callable[..., TileConfig]], tokens: int, features: int, inputs: int, fmt: BlockFormat
 ) -> list[TileConfig]:
     """Configurations worth timing for so many tokens: those whose blocks fill the GPU but do not queue for it."""
     found = []
-    for one in _tiles(config, tokens):
+    for one in chain.from_iterable(_tiles(config, tokens) for config in configs):
         blocks = one.schedule(tokens, features, ceil_div(inputs, INPUTS), fmt).blocks
         enough = blocks * 2 > MULTIPROCESSORS
         queued = one.split > 1 and blocks > MULTIPROCESSORS * one.blocks_per_sm * 1.1
@@ -124,7 +139,7 @@ def _of_case(
     chosen = subject.table.choose(tokens, problem.out_features, problem.in_features, fmt)
     weight = operands.quantized(problem.scheme.weights)
     rows = []
-    others = candidates(subject.config, tokens, problem.out_features, problem.in_features, fmt)
+    others = candidates(subject.configs, tokens, problem.out_features, problem.in_features, fmt)
     fitting = (fitted(config, fmt) for config in (chosen, *others))
     for config in dict.fromkeys(config for config in fitting if config is not None):
         out = x.new_full((tokens, problem.out_features), torch.nan)

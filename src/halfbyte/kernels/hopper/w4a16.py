@@ -1,4 +1,4 @@
-"""``halfbyte::w4a16_linear``: INT4 weights x BF16 or FP16 activations on Hopper, group scales exact."""
+"""``halfbyte::w4a16_linear``: INT4 weights x BF16 or FP16 activations on Hopper."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from halfbyte.kernels.hopper.blocks import BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
 from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Linear, is_bias, is_packed, require
-from halfbyte.kernels.hopper.w4a16_config import TABLE, W4A16Config
+from halfbyte.kernels.hopper.w4a16_config import W4A16Config, table_for
 
 
 def block_format(group_size: int, scale: torch.dtype, zero_points: bool, dtype: torch.dtype) -> BlockFormat:
@@ -29,11 +29,14 @@ def w4a16_linear(
 
     x: ``[M, K]``, contiguous. weight: blocks with ``w4a16_codes``, groups of ``group_size`` inputs (32, 64, 128; a
     scale per channel is repeated), scales in ``scale_dtype`` and zero points or none. bias: in the dtype of ``x``.
+
+    Group scales are exact, applied to fp32 sums, but where scales and ``x`` are bfloat16 and tokens more than 64: there
+    each weight is rounded to bfloat16 once.
     """
     out = x.new_empty((x.shape[0], out_features))
     if x.shape[0]:
         fmt = block_format(group_size, scale_dtype, zero_points, x.dtype)
-        config = TABLE.choose(x.shape[0], out_features, x.shape[1], fmt)
+        config = table_for(fmt, x.dtype).choose(x.shape[0], out_features, x.shape[1], fmt)
         run_w4a16(config, fmt, x, weight, bias, out)
     return out
 
@@ -77,6 +80,7 @@ def w4a16_source(config: W4A16Config, fmt: BlockFormat, dtype: torch.dtype) -> S
     """The kernel for one configuration and kind of weight."""
     defines = {
         **config.defines(fmt),
+        "ROUNDED": int(config.rounded),
         "Scale": NAMES[fmt.scale],
         "Out": NAMES[dtype],
     }

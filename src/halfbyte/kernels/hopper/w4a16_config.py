@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
 from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, up
 
 
 @dataclass(frozen=True)
 class W4A16Config(TileConfig):
-    """See :class:`TileConfig`."""
+    """See :class:`TileConfig`.
+
+    rounded: each weight is multiplied by its scale and rounded to bfloat16 once, and sums stay in the tensor cores.
+    Else scales are applied to fp32 sums of each group.
+    """
+
+    rounded: bool = False
 
     def takes(self, fmt: BlockFormat) -> bool:
         # Registers of a thread, less those for addresses: sums, one part's sums, a stage's codes.
         most = {64: 196, 128: 196, 192: 124, 256: 84}[self.rows]
-        fits = self.tokens // 2 + self.columns // 2 + 32 <= most
+        if self.rounded:
+            fits = self.parts == 1 and self.stages in (2, 3, 4, 6, 8)  # whole turns of half blocks' registers
+        else:
+            fits = self.tokens // 2 + self.columns // 2 + 32 <= most
         return fits and self.stage_blocks == 1 and (self.tokens <= 128 or self.split == 1)
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
@@ -23,29 +34,51 @@ class W4A16Config(TileConfig):
         return up(total + self.stages * self.warpgroups * fmt.nbytes + self.pipeline_bytes, 1024)
 
 
-TABLE = Table(
+_UP_TO_64 = (
+    (8, 6144, ANY, W4A16Config(8, 64, split=8, blocks_per_sm=4)),
+    (8, 12288, ANY, W4A16Config(8, 128, split=4, stages=6, blocks_per_sm=2)),
+    (8, 32768, ANY, W4A16Config(8, 64, blocks_per_sm=4)),
+    (8, ANY, ANY, W4A16Config(8, 128, stages=6, blocks_per_sm=2)),
+    (16, 6144, ANY, W4A16Config(16, 64, split=8, blocks_per_sm=4)),
+    (16, 12288, ANY, W4A16Config(16, 128, split=4, stages=6, blocks_per_sm=2)),
+    (16, 32768, ANY, W4A16Config(16, 64, blocks_per_sm=4)),
+    (16, ANY, ANY, W4A16Config(16, 128, stages=6, blocks_per_sm=2)),
+    (32, 6144, 8192, W4A16Config(32, 128, split=4, stages=5, blocks_per_sm=2)),
+    (32, 6144, ANY, W4A16Config(32, 128, split=8, stages=5, blocks_per_sm=2)),
+    (32, 12288, ANY, W4A16Config(32, 128, split=2)),
+    (32, ANY, ANY, W4A16Config(32, 128, stages=5, blocks_per_sm=2)),
+    (64, 6144, ANY, W4A16Config(64, 64, split=2, stages=4)),
+    (64, 12288, ANY, W4A16Config(64, 128, split=2, stages=6)),
+    (64, ANY, ANY, W4A16Config(64, 128, stages=6)),
+    (128, 6144, ANY, W4A16Config(64, 128, split=2, stages=6)),
+)
+
+EXACT = Table(
     (
-        (8, 6144, ANY, W4A16Config(8, 64, split=8, blocks_per_sm=4)),
-        (8, 12288, ANY, W4A16Config(8, 128, split=4, stages=6, blocks_per_sm=2)),
-        (8, 32768, ANY, W4A16Config(8, 64, blocks_per_sm=4)),
-        (8, ANY, ANY, W4A16Config(8, 128, stages=6, blocks_per_sm=2)),
-        (16, 6144, ANY, W4A16Config(16, 64, split=8, blocks_per_sm=4)),
-        (16, 12288, ANY, W4A16Config(16, 128, split=4, stages=6, blocks_per_sm=2)),
-        (16, 32768, ANY, W4A16Config(16, 64, blocks_per_sm=4)),
-        (16, ANY, ANY, W4A16Config(16, 128, stages=6, blocks_per_sm=2)),
-        (32, 6144, 8192, W4A16Config(32, 128, split=4, stages=5, blocks_per_sm=2)),
-        (32, 6144, ANY, W4A16Config(32, 128, split=8, stages=5, blocks_per_sm=2)),
-        (32, 12288, ANY, W4A16Config(32, 128, split=2)),
-        (32, ANY, ANY, W4A16Config(32, 128, stages=5, blocks_per_sm=2)),
-        (64, 6144, ANY, W4A16Config(64, 64, split=2, stages=4)),
-        (64, 12288, ANY, W4A16Config(64, 128, split=2, stages=6)),
-        (64, ANY, ANY, W4A16Config(64, 128, stages=6)),
-        (128, 6144, ANY, W4A16Config(64, 128, split=2, stages=6)),
+        *_UP_TO_64,
         (128, 12288, ANY, W4A16Config(128, 128, split=2, stages=3)),
         (256, 6144, ANY, W4A16Config(128, 128, split=2, stages=3)),
         (256, ANY, ANY, W4A16Config(128, 128, stages=4)),
-        (1024, ANY, ANY, W4A16Config(128, 128, share=2, stages=5)),
-        (ANY, ANY, ANY, W4A16Config(256, 128, stages=2, parts=4)),
+        (ANY, ANY, ANY, W4A16Config(128, 128, share=2, stages=5)),
         (ANY, ANY, ANY, W4A16Config(128, 128, stages=4)),
     )
 )
+"""For any weights and activations."""
+
+ROUNDED = Table(
+    (
+        *_UP_TO_64,
+        (128, 12288, ANY, W4A16Config(128, 128, split=2, stages=4, rounded=True)),
+        (256, 6144, ANY, W4A16Config(128, 128, split=2, stages=4, rounded=True)),
+        (256, ANY, ANY, W4A16Config(128, 128, stages=4, rounded=True)),
+        (1024, ANY, ANY, W4A16Config(128, 128, share=2, stages=4, rounded=True)),
+        (ANY, ANY, ANY, W4A16Config(256, 128, share=2, stages=2, rounded=True)),
+        (ANY, ANY, ANY, W4A16Config(128, 128, stages=4, rounded=True)),
+    )
+)
+"""For bfloat16 scales and activations: many tokens take about as long as with weights in bfloat16."""
+
+
+def table_for(fmt: BlockFormat, dtype: torch.dtype) -> Table[W4A16Config]:
+    """The table for activations of ``dtype``."""
+    return ROUNDED if fmt.scale == dtype == torch.bfloat16 else EXACT

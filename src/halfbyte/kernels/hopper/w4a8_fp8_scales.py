@@ -19,11 +19,12 @@ def w4a8_fp8_scales_linear(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``channel_scale * (x_scale * (x @ weight.T)) + bias``, products in this order, as ``[M, N]`` in bfloat16 or float16.
+    """``channel_scale * (x_scale * (x @ weight.T)) + bias``, multiplied in this order, as ``[M, N]`` in bfloat16 or
+    float16.
 
     x: E4M3 codes ``[M, K]``, contiguous. x_scale: fp32 ``[M, 1]``. weight: blocks of ``w4a8_fp8_scales_codes``, groups
-    of 128. channel_scale: fp32 ``[N]``. bias: in ``out_dtype``. Where K is not split (more than 64 tokens), sums run
-    through K in the order in which one tensor core instruction after another takes them.
+    of 128. channel_scale: fp32 ``[N]``. bias: in ``out_dtype``. Where K is not split (more than 64 tokens, or
+    more than 12,288 features), every bit is that of vLLM's kernel; else sums are added up in another order.
     """
     out = x.new_empty((x.shape[0], channel_scale.shape[0]), dtype=out_dtype)
     if x.shape[0]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
-from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, up
+from halfbyte.kernels.hopper.config import ANY, QUANTUM, Table, TileConfig, up
 
 
 @dataclass(frozen=True)
@@ -13,8 +13,8 @@ class W4A8Fp8ScalesConfig(TileConfig):
     """See :class:`TileConfig`."""
 
     def takes(self, fmt: BlockFormat) -> bool:
-        pairs = self.stages % 2 == 0 and self.stage_blocks == 1
-        return pairs and self.parts == 1 and (self.tokens <= 128 or self.split == 1)
+        rounds = QUANTUM % self.stages == 0 and self.stage_blocks == 1
+        return rounds and self.parts == 1 and (self.tokens <= 128 or self.split == 1)
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
         total = up(self.stages * self.tokens * INPUTS + self.staged_bytes, 128)
@@ -25,17 +25,22 @@ class W4A8Fp8ScalesConfig(TileConfig):
 TABLE = Table(
     (
         (8, 6144, ANY, W4A8Fp8ScalesConfig(8, 64, split=8, blocks_per_sm=4)),
-        (8, 12288, ANY, W4A8Fp8ScalesConfig(8, 128, split=4, stages=6, blocks_per_sm=2)),
-        (8, ANY, ANY, W4A8Fp8ScalesConfig(8, 128, stages=6, blocks_per_sm=2)),
+        (8, 12288, ANY, W4A8Fp8ScalesConfig(8, 128, split=4, blocks_per_sm=2)),
+        (8, ANY, ANY, W4A8Fp8ScalesConfig(8, 128, blocks_per_sm=2)),
         (16, 6144, ANY, W4A8Fp8ScalesConfig(16, 64, split=8, blocks_per_sm=4)),
-        (16, 12288, ANY, W4A8Fp8ScalesConfig(16, 128, split=4, stages=6, blocks_per_sm=2)),
-        (16, ANY, ANY, W4A8Fp8ScalesConfig(16, 128, stages=6, blocks_per_sm=2)),
-        (32, 6144, ANY, W4A8Fp8ScalesConfig(32, 128, split=8, stages=6, blocks_per_sm=2)),
-        (32, 12288, ANY, W4A8Fp8ScalesConfig(32, 128, split=2, stages=14)),
-        (32, ANY, ANY, W4A8Fp8ScalesConfig(32, 128, stages=6, blocks_per_sm=2)),
+        (16, 12288, ANY, W4A8Fp8ScalesConfig(16, 128, split=4, blocks_per_sm=2)),
+        (16, ANY, ANY, W4A8Fp8ScalesConfig(16, 128, blocks_per_sm=2)),
+        (32, 6144, ANY, W4A8Fp8ScalesConfig(32, 128, split=8, blocks_per_sm=2)),
+        (32, 12288, ANY, W4A8Fp8ScalesConfig(32, 128, split=2)),
+        (32, ANY, ANY, W4A8Fp8ScalesConfig(32, 128, blocks_per_sm=2)),
+        (64, 6144, ANY, W4A8Fp8ScalesConfig(64, 64, split=2)),
         (64, 12288, ANY, W4A8Fp8ScalesConfig(64, 128, split=2)),
         (64, ANY, ANY, W4A8Fp8ScalesConfig(64, 128)),
-        (512, ANY, ANY, W4A8Fp8ScalesConfig(128, 128, stages=6)),
-        (ANY, ANY, ANY, W4A8Fp8ScalesConfig(256, 128, stages=4)),
+        (128, 6144, ANY, W4A8Fp8ScalesConfig(64, 128)),
+        (256, 6144, ANY, W4A8Fp8ScalesConfig(64, 128)),
+        (256, 12288, ANY, W4A8Fp8ScalesConfig(128, 128)),
+        (512, 6144, ANY, W4A8Fp8ScalesConfig(128, 128)),
+        (256, ANY, ANY, W4A8Fp8ScalesConfig(256, 128, stages=4)),
+        (ANY, ANY, ANY, W4A8Fp8ScalesConfig(256, 128, stages=4, share=2)),
     )
 )

@@ -267,6 +267,53 @@ __device__ __forceinline__ int start(Pipeline& pipeline) {
     return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0) - CONSUMERS / 32;
 }
 
+// A warpgroup's products of `blocks` blocks of K whose sums stay in the tensor cores, each in STEPS steps. SETS: how many
+// steps' codes have registers of their own: the next step's are converted while this one's and the one before are
+// multiplied. take(stage, step, set): converts codes. multiply(stage, step, set): begins products and commits them.
+template <int STEPS, int SETS, class Take, class Multiply>
+__device__ __forceinline__ void accumulate(
+    Pipeline& pipeline, Phases& phases, const Place& place, int blocks, Take take, Multiply multiply) {
+    constexpr int BLOCKS = 8 / STAGES * STAGES, ROUND = BLOCKS * STEPS;  // unrolled, so that stages and sets are constants
+    static_assert(ROUND > 0 && ROUND % SETS == 0 && SETS >= 2);
+    auto stage_of = [](int r) { return r / STEPS % STAGES; };
+    auto fetch = [&](int r) {
+        if (r % STEPS == 0) barrier_wait(shared_address(&pipeline.full[stage_of(r)]), phases.next(stage_of(r)));
+        take(stage_of(r), r % STEPS, r % SETS);
+    };
+    auto leave = [&](int r) {
+        if (r % STEPS == STEPS - 1) pipeline.leave(stage_of(r), place);
+    };
+    int left = blocks;
+    if (left > 0) fetch(0);
+    for (; left >= BLOCKS; left -= BLOCKS) {  // no branches inside: products in flight do not outlive a round
+#pragma unroll
+        for (int r = 0; r < ROUND; ++r) {
+            auto end_before = [&] {
+                if (r == 0) return;
+                mma_wait<1>();
+                leave(r - 1);
+            };
+            multiply(stage_of(r), r % STEPS, r % SETS);
+            if (SETS == 2) end_before();
+            if (r + 1 < ROUND || left > BLOCKS) fetch((r + 1) % ROUND);
+            if (SETS > 2) end_before();
+        }
+        mma_wait<0>();
+        leave(ROUND - 1);
+    }
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+        if (block >= left) break;
+#pragma unroll
+        for (int r = block * STEPS; r < (block + 1) * STEPS; ++r) {
+            multiply(stage_of(r), r % STEPS, r % SETS);
+            if (r + 1 < (block + 1) * STEPS || block + 1 < left) fetch((r + 1) % ROUND);
+            mma_wait<0>();
+            leave(r);
+        }
+    }
+}
+
 // A warpgroup's sums of a segment that does not begin its tile, for the cluster that does. of(j): this thread's sum j.
 template <class Of>
 __device__ __forceinline__ void give_sums(const Problem& p, Of of) {

@@ -1,7 +1,8 @@
 // INT4 weights x BF16 or FP16 activations, exact group scales: out[m, n] = sum_k x[m, k] w[n, k] (+ bias[n]).
 //
-// A code becomes an integer in the activations' own format, its zero point taken off, exactly (w4a16_codes.py). Each
-// group of inputs is multiplied unscaled into `sum`, then added times its scale to `total`.
+// A code becomes an integer in the activations' own format, its zero point taken off, exactly (w4a16_codes.py). Then,
+// with ROUNDED, it is multiplied by its scale, rounded once, and sums stay in the tensor cores. Otherwise each group of
+// inputs is multiplied unscaled into `sum`, then added times its scale to `total`.
 #include "linear.cuh"
 
 constexpr bool IS_BF16 = Out::FITS_BF16;
@@ -17,6 +18,9 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts less");
 static_assert(STAGE_BLOCKS == 1);
+static_assert(!ROUNDED || (IS_BF16 && PARTS == 1), "products in FP16 might be too large for it");
+
+constexpr int SETS = 4;  // with ROUNDED, of registers for half a block's codes
 
 constexpr int PRODUCER_REGISTERS = 32;
 using Budget = Registers<PRODUCER_REGISTERS>;
@@ -29,6 +33,30 @@ __device__ __forceinline__ u32 minus(u32 left, u32 right) {
         asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(left), "r"(right));
     return out;
 }
+
+__device__ __forceinline__ u32 times(u32 left, u32 right) {
+    u32 out;
+    if constexpr (IS_BF16)
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(left), "r"(right));
+    else
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(left), "r"(right));
+    return out;
+}
+
+// What a block says of group g, for rows r and r + 8. zero: twice, in the activations' format.
+struct Rows {
+    float scale[2];
+    u32 zero[2] = {MIDDLE, MIDDLE};
+    __device__ __forceinline__ Rows(const u8* block, int g, int row) {
+        const Scale* scales = reinterpret_cast<const Scale*>(block + 4096) + g * 64 + row;
+        const u16* zeros = reinterpret_cast<const u16*>(block + 4096 + SCALES_BYTES) + g * 64 + row;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            scale[i] = scales[8 * i].value();
+            if (ZERO_POINTS) zero[i] = zeros[8 * i] * 0x10001u;
+        }
+    }
+};
 
 // Eight nibbles as the four registers of one step of 16 inputs: 0, 1: inputs 0 to 7 of rows r and r + 8; 2, 3: inputs 8
 // to 15. magic: MAGIC in a register; an instruction takes one immediate. zero: for rows r and r + 8.
@@ -78,53 +106,73 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
         float total[PARTS][PART_SUMS] = {};
 
-        auto unit = [&](int stage) {
-            barrier_wait(shared_address(&pipeline.full[stage]), phases.next(stage));
-            const u8* block = shared.weights[stage][warpgroup];
-            const uint4* words = reinterpret_cast<const uint4*>(block) + thread % 128;
-            const uint4 first = words[0], second = words[128];
-            const u32 codes[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-            const Scale* scales = reinterpret_cast<const Scale*>(block + 4096) + row;
-            const u16* zeros = reinterpret_cast<const u16*>(block + 4096 + SCALES_BYTES) + row;
-            const u64 x = x_tile + stage * (2 * BOX / 16);
-            constexpr int PER_GROUP = 8 / GROUPS;
-            u32 a[8][4];
+        if constexpr (ROUNDED) {
+            u32 a[SETS][4][4];
+            accumulate<2, SETS>(
+                pipeline, phases, place, segment.k_end - segment.k_begin,
+                [&](int stage, int half, int set) {
+                    const u8* block = shared.weights[stage][warpgroup];
+                    const uint4 words = reinterpret_cast<const uint4*>(block)[half * 128 + thread % 128];
+                    const u32 codes[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) {
-                const float scale[2] = {scales[g * 64].value(), scales[g * 64 + 8].value()};
-                u32 zero[2] = {MIDDLE, MIDDLE};
-                if constexpr (ZERO_POINTS) {
-                    zero[0] = zeros[g * 64] * 0x10001u;
-                    zero[1] = zeros[g * 64 + 8] * 0x10001u;
-                }
+                    for (int s = 0; s < 4; ++s) {
+                        const int g = (half * 4 + s) * GROUPS / 8;
+                        const Rows of(block, g, row);
+                        convert(a[set][s], codes[s], magic, of.zero);
 #pragma unroll
-                for (int part = 0; part < PARTS; ++part) {
-                    float sum[PART_SUMS];
-#pragma unroll
-                    for (int i = 0; i < PER_GROUP; ++i) {
-                        const int step = g * PER_GROUP + i;
-                        if (part == 0) convert(a[step], codes[step], magic, zero);
-                        mma_fence();  // registers of codes were written since the last one
-                        mma(sum, a[step], x + step / 4 * (BOX / 16) + part * COLUMNS * 8 + step % 4 * 2, i > 0);
-                        if (i % 4 == 3) mma_commit();
+                        for (int i = 0; i < 4; ++i)
+                            a[set][s][i] = times(a[set][s][i], Out::pack(of.scale[i % 2], of.scale[i % 2]));
                     }
-                    if constexpr (PER_GROUP % 4 != 0) mma_commit();
-                    mma_wait<0>();
+                },
+                [&](int stage, int half, int set) {
+                    mma_fence();
 #pragma unroll
-                    for (int j = 0; j < PART_SUMS; ++j) total[part][j] += scale[j / 2 % 2] * sum[j];
+                    for (int s = 0; s < 4; ++s)
+                        mma(total[0], a[set][s], x_tile + stage * (2 * BOX / 16) + half * (BOX / 16) + s * 2, true);
+                    mma_commit();
+                });
+        } else {
+            auto unit = [&](int stage) {
+                barrier_wait(shared_address(&pipeline.full[stage]), phases.next(stage));
+                const u8* block = shared.weights[stage][warpgroup];
+                const uint4* words = reinterpret_cast<const uint4*>(block) + thread % 128;
+                const uint4 first = words[0], second = words[128];
+                const u32 codes[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+                const u64 x = x_tile + stage * (2 * BOX / 16);
+                constexpr int PER_GROUP = 8 / GROUPS;
+                u32 a[8][4];
+#pragma unroll
+                for (int g = 0; g < GROUPS; ++g) {
+                    const Rows of(block, g, row);
+#pragma unroll
+                    for (int part = 0; part < PARTS; ++part) {
+                        float sum[PART_SUMS];
+#pragma unroll
+                        for (int i = 0; i < PER_GROUP; ++i) {
+                            const int step = g * PER_GROUP + i;
+                            if (part == 0) convert(a[step], codes[step], magic, of.zero);
+                            mma_fence();  // registers of codes were written since the last one
+                            mma(sum, a[step], x + step / 4 * (BOX / 16) + part * COLUMNS * 8 + step % 4 * 2, i > 0);
+                            if (i % 4 == 3) mma_commit();
+                        }
+                        if constexpr (PER_GROUP % 4 != 0) mma_commit();
+                        mma_wait<0>();
+#pragma unroll
+                        for (int j = 0; j < PART_SUMS; ++j) total[part][j] += of.scale[j / 2 % 2] * sum[j];
+                    }
                 }
+                pipeline.leave(stage, place);
+            };
+            int left = segment.k_end - segment.k_begin;
+            for (; left >= STAGES; left -= STAGES) {
+#pragma unroll
+                for (int stage = 0; stage < STAGES; ++stage) unit(stage);
             }
-            pipeline.leave(stage, place);
-        };
-        int left = segment.k_end - segment.k_begin;
-        for (; left >= STAGES; left -= STAGES) {
 #pragma unroll
-            for (int stage = 0; stage < STAGES; ++stage) unit(stage);
-        }
-#pragma unroll
-        for (int stage = 0; stage < STAGES; ++stage) {
-            if (stage == left) break;
-            unit(stage);
+            for (int stage = 0; stage < STAGES; ++stage) {
+                if (stage == left) break;
+                unit(stage);
+            }
         }
 
         auto total_of = [&](int j) -> float& { return total[j / PART_SUMS][j % PART_SUMS]; };

@@ -14,7 +14,9 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts less");
 static_assert(STAGE_BLOCKS == 1);
-static_assert(GROUPS == 1 && PARTS == 1 && STAGES % 2 == 0);
+static_assert(GROUPS == 1 && PARTS == 1);
+
+constexpr int SETS = TOKENS == 64 || TOKENS == 128 ? 4 : 2;  // of registers for a block's codes
 
 constexpr int PRODUCER_REGISTERS = 32;
 using Budget = Registers<PRODUCER_REGISTERS>;
@@ -92,41 +94,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
         }
         float sum[ACCUMULATORS] = {};
 
-        auto wait_and_convert = [&](int stage, u32(&a)[4][4]) {
-            barrier_wait(shared_address(&pipeline.full[stage]), phases.next(stage));
-            convert(a, shared.weights[stage][warpgroup], thread, row, order);
-        };
-        // follows: products of the stage before are still running. carries: this one's go on under the next one's.
-        u32 a[2][4][4];
-        auto unit = [&](int stage, bool last, bool follows, bool carries) {
-            mma_fence();
+        u32 a[SETS][4][4];
+        accumulate<1, SETS>(
+            pipeline, phases, place, segment.k_end - segment.k_begin,
+            [&](int stage, int, int set) { convert(a[set], shared.weights[stage][warpgroup], thread, row, order); },
+            [&](int stage, int, int set) {
+                mma_fence();
 #pragma unroll
-            for (int s = 0; s < 4; ++s) mma(sum, a[stage % 2][s], x_tile + stage * TOKENS * 8 + s * 2, true);
-            mma_commit();
-            if (follows) {
-                mma_wait<1>();
-                pipeline.leave(stage - 1, place);
-            }
-            if (!last) wait_and_convert((stage + 1) % STAGES, a[(stage + 1) % 2]);
-            if (!carries) {
-                mma_wait<0>();
-                pipeline.leave(stage, place);
-            }
-        };
-        int left = segment.k_end - segment.k_begin;
-        if (left > 0) wait_and_convert(0, a[0]);
-        for (; left >= STAGES; left -= STAGES) {  // whole rounds have no branches: products do not outlive one
-#pragma unroll
-            for (int stage = 0; stage < STAGES; ++stage) {
-                const bool ends = stage == STAGES - 1;
-                unit(stage, ends && left == STAGES, stage > 0, !ends);
-            }
-        }
-#pragma unroll
-        for (int stage = 0; stage < STAGES; ++stage) {
-            if (left > 0) unit(stage, left == 1, false, false);
-            --left;
-        }
+                for (int s = 0; s < 4; ++s) mma(sum, a[set][s], x_tile + stage * TOKENS * 8 + s * 2, true);
+                mma_commit();
+            });
 
         auto total_of = [&](int j) -> float& { return sum[j]; };
         if constexpr (STREAM) {
