@@ -84,7 +84,12 @@ TABLE = Table(
         (128, ANY, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2, parts=2)),
         (256, 6144, 8192, W4A8Config(64, 128, stages=4, stage_blocks=2)),
         (256, 6144, ANY, W4A8Config(128, 128, split=2, stages=4)),
-        (256, ANY, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2)),
+        (256, 24576, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2)),
+        (256, ANY, ANY, W4A8Config(256, 128, stages=4, parts=4)),
+        (512, 6144, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2)),
+        (512, 12288, ANY, W4A8Config(256, 128, share=2, stages=4, parts=4)),
+        (512, 32768, ANY, W4A8Config(128, 128, share=2, stages=4, stage_blocks=2)),
+        (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=4)),
         (ANY, ANY, ANY, W4A8Config(128, 128, share=2, stages=4, stage_blocks=2)),
     )
 )
