@@ -30,8 +30,8 @@ def w4a16_linear(
     x: ``[M, K]``, contiguous. weight: blocks with ``w4a16_codes``, groups of ``group_size`` inputs (32, 64, 128; a
     scale per channel is repeated), scales in ``scale_dtype`` and zero points or none. bias: in the dtype of ``x``.
 
-    Group scales are exact, applied to fp32 sums, but where scales and ``x`` are bfloat16 and tokens more than 64: there
-    each weight is rounded to bfloat16 once.
+    Group scales are exact, applied to fp32 sums. But where scales and ``x`` are bfloat16, each weight is rounded to
+    bfloat16 once for more than 256 tokens (fewer where features are many).
     """
     out = x.new_empty((x.shape[0], out_features))
     if x.shape[0]:

@@ -34,7 +34,7 @@ class W4A16Config(TileConfig):
         return up(total + self.stages * self.warpgroups * fmt.nbytes + self.pipeline_bytes, 1024)
 
 
-_UP_TO_64 = (
+_FEW_TOKENS = (
     (8, 6144, ANY, W4A16Config(8, 64, split=8, blocks_per_sm=4)),
     (8, 12288, ANY, W4A16Config(8, 128, split=4, stages=6, blocks_per_sm=2)),
     (8, 32768, ANY, W4A16Config(8, 64, blocks_per_sm=4)),
@@ -51,13 +51,15 @@ _UP_TO_64 = (
     (64, 12288, ANY, W4A16Config(64, 128, split=2, stages=6)),
     (64, ANY, ANY, W4A16Config(64, 128, stages=6)),
     (128, 6144, ANY, W4A16Config(64, 128, split=2, stages=6)),
+    (128, 12288, ANY, W4A16Config(128, 128, split=2, stages=3)),
+    (256, 6144, ANY, W4A16Config(128, 128, split=2, stages=3)),
+    (256, 24576, ANY, W4A16Config(128, 128, stages=4)),
+    (1024, 6144, ANY, W4A16Config(128, 128, share=2, stages=5)),
 )
 
 EXACT = Table(
     (
-        *_UP_TO_64,
-        (128, 12288, ANY, W4A16Config(128, 128, split=2, stages=3)),
-        (256, 6144, ANY, W4A16Config(128, 128, split=2, stages=3)),
+        *_FEW_TOKENS,
         (256, ANY, ANY, W4A16Config(128, 128, stages=4)),
         (ANY, ANY, ANY, W4A16Config(128, 128, share=2, stages=5)),
         (ANY, ANY, ANY, W4A16Config(128, 128, stages=4)),
@@ -67,11 +69,9 @@ EXACT = Table(
 
 ROUNDED = Table(
     (
-        *_UP_TO_64,
-        (128, 12288, ANY, W4A16Config(128, 128, split=2, stages=4, rounded=True)),
-        (256, 6144, ANY, W4A16Config(128, 128, split=2, stages=4, rounded=True)),
-        (256, ANY, ANY, W4A16Config(128, 128, stages=4, rounded=True)),
-        (1024, ANY, ANY, W4A16Config(128, 128, share=2, stages=4, rounded=True)),
+        *_FEW_TOKENS,
+        (512, 12288, ANY, W4A16Config(256, 128, share=2, stages=2, rounded=True)),
+        (512, ANY, ANY, W4A16Config(256, 128, stages=2, rounded=True)),
         (ANY, ANY, ANY, W4A16Config(256, 128, share=2, stages=2, rounded=True)),
         (ANY, ANY, ANY, W4A16Config(128, 128, stages=4, rounded=True)),
     )

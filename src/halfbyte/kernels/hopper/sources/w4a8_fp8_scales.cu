@@ -16,7 +16,7 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts less");
 static_assert(STAGE_BLOCKS == 1);
 static_assert(GROUPS == 1 && PARTS == 1);
 
-constexpr int SETS = TOKENS == 64 || TOKENS == 128 ? 4 : 2;  // of registers for a block's codes
+constexpr int SETS = 2;  // of registers for a block's codes
 
 constexpr int PRODUCER_REGISTERS = 32;
 using Budget = Registers<PRODUCER_REGISTERS>;
