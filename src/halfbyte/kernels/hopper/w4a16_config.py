@@ -52,6 +52,7 @@ _FEW_TOKENS = (
     (64, ANY, ANY, W4A16Config(64, 128, stages=6)),
     (128, 6144, ANY, W4A16Config(64, 128, split=2, stages=6)),
     (128, 12288, ANY, W4A16Config(128, 128, split=2, stages=3)),
+    (128, ANY, ANY, W4A16Config(128, 128, stages=4)),
     (256, 6144, ANY, W4A16Config(128, 128, split=2, stages=3)),
     (256, 24576, ANY, W4A16Config(128, 128, stages=4)),
     (1024, 6144, ANY, W4A16Config(128, 128, share=2, stages=5)),
