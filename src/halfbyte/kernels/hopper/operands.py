@@ -22,7 +22,7 @@ _RASTER = 16  # tiles of tokens that run together, so that weights are read once
 
 
 class Problem(ctypes.Structure):
-    """``struct Problem`` of ``linear.cuh``."""
+    """``struct Problem`` of ``schedule.cuh``."""
 
     _fields_ = [
         *((name, ctypes.c_int) for name in ("tokens", "features", "blocks_k", "rows64", "raster")),

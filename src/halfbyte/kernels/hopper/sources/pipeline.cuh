@@ -1,0 +1,175 @@
+// How weights and activations come to the warps that multiply, stage by stage. Part of linear.cuh.
+#pragma once
+
+// How stages fill and empty, and where sums of a tile's blocks meet.
+struct Pipeline {
+    alignas(8) u64 full[STAGES];
+    alignas(8) u64 empty[STAGES];
+    alignas(8) u64 reduced;
+
+    // By one thread, before the block's first barrier.
+    __device__ __forceinline__ void init() {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            barrier_init(shared_address(&full[stage]), 2);  // weights and tokens
+            barrier_init(shared_address(&empty[stage]), SHARE * CONSUMERS / 32);
+        }
+        barrier_init(shared_address(&reduced), 1);
+        barrier_init_fence();
+        if constexpr (SPLIT > 1) barrier_expect(shared_address(&reduced), QUADS * 16);
+    }
+
+    // By a warp that has read all it needs of a stage, all its threads at once.
+    __device__ __forceinline__ void leave(int stage, const Place& place) {
+        const int lane = threadIdx.x & 31;
+        if constexpr (SHARE > 1) {
+            if (lane < SHARE) barrier_arrive_remote(shared_address(&empty[stage]), place.rank - place.neighbour + lane);
+        } else {
+            if (lane == 0) barrier_arrive(shared_address(&empty[stage]));
+        }
+    }
+};
+
+__device__ __forceinline__ void meet_warpgroup() { named_barrier(1 + threadIdx.x / 128, 128); }
+
+// Nobody leaves while others may still send activations. (Parts of sums are waited for by who receives them.)
+__device__ __forceinline__ void leave_together() {
+    if constexpr (SHARE > 1) {
+        __syncwarp();
+        cluster_arrive_last();
+        cluster_wait();
+    }
+}
+
+// One warp: the blocks of weights, stage by stage, into weights[stage][warpgroup]. Weights do not depend on the previous
+// kernel, so this does not wait for it.
+template <class Weights>
+__device__ __forceinline__ void load_weights(
+    Pipeline& pipeline, Weights& to, const Problem& p, const Place& place, const u8* weights) {
+    const u64 policy = policy_evict_first();
+    Schedule schedule(p, place);
+    Segment segment;
+    Phases phases;
+    while (schedule.next(segment)) {
+        const u8* from[WARPGROUPS];
+#pragma unroll
+        for (int w = 0; w < WARPGROUPS; ++w) {
+            const int row64 = min((segment.feature_tile + static_cast<int>(place.neighbour)) * WARPGROUPS + w, p.rows64 - 1);
+            from[w] = weights + (static_cast<u64>(row64) * p.blocks_k + segment.k_begin) * BLOCK_BYTES;
+        }
+        for (int k = segment.k_begin, stage = 0; k < segment.k_end; k += STAGE_BLOCKS) {
+            const u32 barrier = shared_address(&pipeline.full[stage]);
+            const int bytes = min(segment.k_end - k, STAGE_BLOCKS) * BLOCK_BYTES;
+            barrier_wait(shared_address(&pipeline.empty[stage]), phases.next(stage) ^ 1);
+            expect_once(barrier, WARPGROUPS * bytes);
+#pragma unroll
+            for (int w = 0; w < WARPGROUPS; ++w) {
+                copy_bulk(shared_address(to[stage][w]), from[w], bytes, barrier, policy);
+                from[w] += bytes;
+            }
+            if (++stage == STAGES) stage = 0;
+        }
+    }
+}
+
+// A box of activations, this block's share of it, to all blocks that share.
+__device__ __forceinline__ void load_box(
+    u32 to, const TensorMap& map, int column, int token_base, u32 barrier, const Place& place) {
+    constexpr int ROWS = TOKENS / SHARE;
+    if constexpr (SHARE > 1)
+        copy_tile_multicast(
+            to + place.neighbour * ROWS * 128, map, column, token_base + place.neighbour * ROWS, barrier,
+            ((1 << SHARE) - 1) << (place.rank - place.neighbour));
+    else
+        copy_tile(to, map, column, token_base, barrier);
+}
+
+struct NothingMore {
+    __device__ __forceinline__ int bytes(int) const { return 0; }
+    __device__ __forceinline__ void load(int, int, int, u32) const {}
+};
+
+// Another warp: the activations, BOXES of 128 bytes of each token and block of K, into x[stage]. more: what comes with
+// the stage that begins with a segment's block `done`, bytes(done) and load(done, k, token_base, barrier).
+template <int BOXES, class X, class More>
+__device__ __forceinline__ void load_tokens(
+    Pipeline& pipeline, X& x, const Problem& p, const Place& place, const TensorMap& x_map, More more) {
+    constexpr int BOX_BYTES = TOKENS * 128;
+    prefetch_map(x_map);
+    wait_for_previous_kernel();
+    if constexpr (SHARE > 1) cluster_wait();
+    Schedule schedule(p, place);
+    Segment segment;
+    Phases phases;
+    while (schedule.next(segment)) {
+        const int token_base = segment.token_base;
+        for (int k = segment.k_begin, stage = 0; k < segment.k_end; k += STAGE_BLOCKS) {
+            const u32 barrier = shared_address(&pipeline.full[stage]);
+            const int boxes = min(segment.k_end - k, STAGE_BLOCKS) * BOXES;
+            barrier_wait(shared_address(&pipeline.empty[stage]), phases.next(stage) ^ 1);
+            expect_once(barrier, boxes * BOX_BYTES + more.bytes(k - segment.k_begin));
+            for (int box = 0; box < boxes; ++box)
+                load_box(
+                    shared_address(x[stage]) + box * BOX_BYTES, x_map, k * 128 + box * (128 / BOXES),
+                    token_base, barrier, place);
+            more.load(k - segment.k_begin, k, token_base, barrier);
+            if (++stage == STAGES) stage = 0;
+        }
+    }
+}
+
+// The block's beginning, by all its threads. Returns a warp's role: from 0 on those that load, below those that multiply.
+// Warps of one role stay together, so that the compiler can keep addresses in uniform registers.
+__device__ __forceinline__ int start(Pipeline& pipeline) {
+    if (threadIdx.x == 0) pipeline.init();
+    __syncthreads();
+    if constexpr (CLUSTER > 1) cluster_arrive();
+    let_next_kernel_start();
+    return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0) - CONSUMERS / 32;
+}
+
+// A warpgroup's products of `blocks` blocks of K whose sums stay in the tensor cores, each in STEPS steps. SETS: how many
+// steps' codes have registers of their own: the next step's are converted while this one's and the one before are
+// multiplied. take(stage, step, set): converts codes. multiply(stage, step, set): begins products and commits them.
+template <int STEPS, int SETS, class Take, class Multiply>
+__device__ __forceinline__ void accumulate(
+    Pipeline& pipeline, Phases& phases, const Place& place, int blocks, Take take, Multiply multiply) {
+    constexpr int BLOCKS = 8 / STAGES * STAGES, ROUND = BLOCKS * STEPS;  // unrolled, so that stages and sets are constants
+    static_assert(ROUND > 0 && ROUND % SETS == 0 && SETS >= 2);
+    auto stage_of = [](int r) { return r / STEPS % STAGES; };
+    auto fetch = [&](int r) {
+        if (r % STEPS == 0) barrier_wait(shared_address(&pipeline.full[stage_of(r)]), phases.next(stage_of(r)));
+        take(stage_of(r), r % STEPS, r % SETS);
+    };
+    auto leave = [&](int r) {
+        if (r % STEPS == STEPS - 1) pipeline.leave(stage_of(r), place);
+    };
+    int left = blocks;
+    if (left > 0) fetch(0);
+    for (; left >= BLOCKS; left -= BLOCKS) {  // no branches inside: products in flight do not outlive a round
+#pragma unroll
+        for (int r = 0; r < ROUND; ++r) {
+            auto end_before = [&] {
+                if (r == 0) return;
+                mma_wait<1>();
+                leave(r - 1);
+            };
+            multiply(stage_of(r), r % STEPS, r % SETS);
+            if (SETS == 2) end_before();
+            if (r + 1 < ROUND || left > BLOCKS) fetch((r + 1) % ROUND);
+            if (SETS > 2) end_before();
+        }
+        mma_wait<0>();
+        leave(ROUND - 1);
+    }
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+        if (block >= left) break;
+#pragma unroll
+        for (int r = block * STEPS; r < (block + 1) * STEPS; ++r) {
+            multiply(stage_of(r), r % STEPS, r % SETS);
+            if (r + 1 < (block + 1) * STEPS || block + 1 < left) fetch((r + 1) % ROUND);
+            mma_wait<0>();
+            leave(r);
+        }
+    }
+}
