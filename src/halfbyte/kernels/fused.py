@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from halfbyte.formats.activations import quantize_activations
 from halfbyte.kernels.problem import Prepared
-from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group
+from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group, sums_pitch
 
 # Names of activations in transformers' configs that the kernels have, by what the kernels call them.
 GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -92,7 +92,7 @@ def quantize(x: torch.Tensor, group: int) -> QuantizedInputs:
         return QuantizedInputs(*ops.quantize_fp8_per_token(x, group))
     codes, scales = quantize_activations(x, FP8_TOKEN)
     groups = -(-codes.shape[1] // group)
-    values = functional.pad(codes.float(), (0, (groups + 3) // 4 * 4 * group - codes.shape[1]))
+    values = functional.pad(codes.float(), (0, sums_pitch(groups) * group - codes.shape[1]))
     return QuantizedInputs(codes, scales, values.unflatten(-1, (-1, group)).sum(-1)[:, :groups])
 
 

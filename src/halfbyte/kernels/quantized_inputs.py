@@ -47,6 +47,11 @@ def sum_group(scheme: Scheme) -> int:
     return size if size in _SUM_GROUPS else max(_SUM_GROUPS)
 
 
+def sums_pitch(groups: int) -> int:
+    """From one token's sums of ``groups`` groups to the next one's, in fp32 numbers: each begins where 16 bytes do."""
+    return -(-groups // 4) * 4
+
+
 def can_share_inputs(kernel: Kernel, scheme: Scheme) -> bool:
     """Whether ``kernel`` takes :class:`QuantizedInputs` for a layer of ``scheme``."""
     return scheme.activations == FP8_TOKEN and isinstance(kernel, SharedInputsKernel)

@@ -87,11 +87,12 @@ def _cutlass_w4a8(operands: Operands, group_size: int | None) -> Callable[[int],
     # Signed nibbles: stored codes are code + 8, which differs from two's complement in the top bit alone.
     codes = torch.ops._C.cutlass_encode_and_reorder_int4b((pack_int32(weight.codes, 4) ^ _TOP_BITS).T)
     group_scales, channel_scales = split_scales(weight.scales)
+    channel_scales = channel_scales.unsqueeze(1)
     packed_scales = torch.ops._C.cutlass_pack_scale_fp8(group_scales.T.contiguous())
 
     def call(copy: Any, fed: Any, room: torch.Tensor) -> torch.Tensor:
         return torch.ops._C.cutlass_w4a8_mm(
-            fed[0], copy[0], copy[1], group_size, channel_scales.unsqueeze(1), fed[1], None, None
+            fed[0], copy[0], copy[1], group_size, channel_scales, fed[1], None, None
         )
 
     return linear(

@@ -54,9 +54,11 @@ class Linear:
     def _problem(self) -> tuple[Problem, int]:
         tokens, (rows64, blocks_k, _) = self.x.shape[0], self.weight.shape
         features = self.out.shape[1]
-        stream = torch.cuda.current_stream().cuda_stream
-        address = space(self.out.device.index, stream) if self.config.stream else None
-        config = self.config if address else replace(self.config, stream=False)
+        config, address = self.config, None
+        if config.stream:
+            address = space(self.out.device.index, torch.cuda.current_stream().cuda_stream)
+            if address is None:
+                config = replace(config, stream=False)
         schedule = config.schedule(tokens, features, blocks_k, self.fmt)
         numbers = (tokens, features, blocks_k, rows64, _RASTER)
         sums = address + FLAG_BYTES if address else None

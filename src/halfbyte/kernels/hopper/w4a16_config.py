@@ -21,12 +21,13 @@ class W4A16Config(TileConfig):
     rounded: bool = False
 
     def takes(self, fmt: BlockFormat) -> bool:
-        # Registers of a thread, less those for addresses: sums, one part's sums, a stage's codes.
+        # Registers of a thread, less those for addresses.
         most = {64: 196, 128: 196, 192: 124, 256: 84}[self.rows]
-        if self.rounded:
-            fits = self.parts == 1 and self.stages in (2, 3, 4, 6, 8)  # whole turns of half blocks' registers
-        else:
-            fits = self.tokens // 2 + self.columns // 2 + 32 <= most
+        # Of four half blocks' codes; or one part's sums and a block's codes.
+        others = 64 if self.rounded else self.columns // 2 + 32
+        fits = self.tokens // 2 + others <= most
+        if self.rounded and (self.parts > 1 or self.stages not in (2, 3, 4, 6, 8)):
+            return False  # the kernel's rounds are whole turns of the four
         return fits and self.stage_blocks == 1 and (self.tokens <= 128 or self.split == 1)
 
     def shared_bytes(self, fmt: BlockFormat) -> int:

@@ -36,13 +36,12 @@ TABLE = Table(
         (64, 6144, ANY, W4A8Fp8ScalesConfig(64, 64, split=2)),
         (64, 12288, ANY, W4A8Fp8ScalesConfig(64, 128, split=2)),
         (64, ANY, ANY, W4A8Fp8ScalesConfig(64, 128)),
-        (128, 6144, ANY, W4A8Fp8ScalesConfig(64, 128)),
-        (256, 6144, ANY, W4A8Fp8ScalesConfig(64, 128)),
         (128, 12288, ANY, W4A8Fp8ScalesConfig(64, 128)),
-        (256, 12288, ANY, W4A8Fp8ScalesConfig(128, 128)),
-        (512, 6144, ANY, W4A8Fp8ScalesConfig(128, 128)),
         (128, ANY, ANY, W4A8Fp8ScalesConfig(128, 128)),
+        (256, 6144, ANY, W4A8Fp8ScalesConfig(64, 128)),
+        (256, 12288, ANY, W4A8Fp8ScalesConfig(128, 128)),
         (256, ANY, ANY, W4A8Fp8ScalesConfig(256, 128, stages=4)),
+        (512, 6144, ANY, W4A8Fp8ScalesConfig(128, 128)),
         (ANY, ANY, ANY, W4A8Fp8ScalesConfig(256, 128, stages=4, share=2)),
     )
 )

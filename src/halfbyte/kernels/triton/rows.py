@@ -10,6 +10,7 @@ import torch
 import triton
 
 from halfbyte.errors import HalfbyteError
+from halfbyte.kernels.quantized_inputs import sums_pitch
 
 
 def check_rows(op: str, *inputs: torch.Tensor) -> None:
@@ -49,7 +50,7 @@ def fp8_outputs(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.T
     return (
         x.new_empty(rows, columns, dtype=torch.float8_e4m3fn),
         x.new_empty(rows, 1, dtype=torch.float32),
-        x.new_empty(rows, (groups + 3) // 4 * 4, dtype=torch.float32)[:, :groups],
+        x.new_empty(rows, sums_pitch(groups), dtype=torch.float32)[:, :groups],
     )
 
 
