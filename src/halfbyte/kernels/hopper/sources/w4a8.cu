@@ -16,7 +16,9 @@ constexpr int FLIGHT = SUMS - 1;
 // With AHEAD the next block's codes have registers of their own, and the tensor cores need not run dry between blocks.
 // Where a block is one group, K is gone through in rounds of eight blocks, an octet, without branches. So many blocks
 // are unrolled.
-constexpr bool ROUNDS = GROUPS == 1 && OCTET % (STAGES * STAGE_BLOCKS) == 0 && (AHEAD || FLIGHT == 0);
+constexpr bool ROUNDS = GROUPS == 1 && OCTET % (STAGES * STAGE_BLOCKS) == 0;
+// Without, they wait for a block's last step and are converted while the other warpgroups' steps are multiplied.
+constexpr bool DRAINS = !AHEAD && FLIGHT > 0;
 constexpr int BLOCKS = ROUNDS ? OCTET : STAGES * STAGE_BLOCKS;
 constexpr int ROUND = BLOCKS * STEPS;
 constexpr float HALF_CODE = -0.5f / 256;
@@ -113,9 +115,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             const int token = token_base + i + thread % 128;
             of_token[i / 128] = token < p.tokens ? x_scale[token] : 0.0f;
         }
-        constexpr int SETS = AHEAD ? 2 : 1;
+        constexpr int SETS = AHEAD ? 2 : 1, SCALE_SETS = AHEAD || DRAINS ? 2 : 1;
         float total[PARTS][PART_SUMS] = {}, sum[SUMS][PART_SUMS];
-        float scale[SETS][GROUPS][2], offset[SETS][GROUPS][2];  // of a block's groups, this thread's two rows
+        float scale[SCALE_SETS][GROUPS][2], offset[SETS][GROUPS][2];  // of a block's groups, this thread's two rows
         u32 a[SETS][4][4];
         float kept[2][2] = {};  // of an octet's offsets what is this thread's part of the left operand: two groups
 
@@ -130,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             for (int i = 0; i < 2 * GROUPS; ++i) {
                 const int g = i / 2, half = i % 2;
                 const float of_row = scales[g * 64 + half * 8].value();
-                scale[set][g][half] = of_row;
+                scale[block % SCALE_SETS][g][half] = of_row;
                 offset[set][g][half] = ZERO_POINTS ? of_row * zeros[g * 64 + half * 8].value() : of_row;
             }
         };
@@ -151,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             mma_commit();
         };
         auto promote = [&](int r) {
-            const float(&of_rows)[2] = scale[r / STEPS % SETS][r % STEPS / PARTS];
+            const float(&of_rows)[2] = scale[r / STEPS % SCALE_SETS][r % STEPS / PARTS];
 #pragma unroll
             for (int j = 0; j < PART_SUMS; ++j) total[r % PARTS][j] += of_rows[j / 2 % 2] * sum[r % SUMS][j];
         };
@@ -222,8 +224,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                     const int block = r / STEPS, part = r % PARTS;
                     const bool ends = part == PARTS - 1;
                     promote(r);
-                    if (FLIGHT == 0 && block == BLOCKS - (AHEAD ? 2 : 1)) multiply_offsets(part, offsets);
-                    if (!ends) return;
+                    if ((FLIGHT == 0 || DRAINS) && block == BLOCKS - (AHEAD ? 2 : 1)) multiply_offsets(part, offsets);
+                    if (!ends || DRAINS) return;
                     leave(block, false);
                     if (!AHEAD) take_if_any(block + 1);
                     if (FLIGHT > 0) take_if_any(block + 2);
@@ -236,13 +238,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                 for (int r = 0; r < ROUND; ++r) {
                     multiply(r);
                     if (AHEAD && r % STEPS == 0 && (FLIGHT == 0 || r == 0)) take_if_any(r / STEPS + 1);
-                    if (r < FLIGHT) continue;
-                    mma_wait<FLIGHT>();
-                    finish(r - FLIGHT);
+                    if (r >= FLIGHT) {
+                        mma_wait<FLIGHT>();
+                        finish(r - FLIGHT);
+                    }
+                    if (DRAINS && r % STEPS == STEPS - 1) {
+                        mma_wait<0>();
+                        leave(r / STEPS, false);
+                        take_if_any(r / STEPS + 1);
+                    }
                 }
                 mma_wait<0>();
 #pragma unroll
                 for (int r = ROUND - FLIGHT; r < ROUND; ++r) finish(r);
+                if (DRAINS) mma_wait<0>();
                 leave_sums();
             }
             forget();  // groups that the last octet lacks have offsets of zero
