@@ -14,6 +14,7 @@ SUMS_AT_ONCE = 8  # groups whose offsets are multiplied at once
 _ROUND = 8  # blocks of K that are unrolled, where a block is one group
 # Registers of a thread that multiplies, by rows of the tile, less those for addresses and the like.
 _REGISTERS = {64: 184, 128: 184, 192: 116, 256: 64}
+_OFFSETS_PITCH = 72  # numbers from one group's offsets to the next one's
 _CODES = 16  # registers for one stage's codes
 
 
@@ -57,7 +58,7 @@ class W4A8Config(TileConfig):
         total = up(blocks * self.tokens * INPUTS + self.staged_bytes, 128)
         total = up(total + blocks * self.warpgroups * fmt.nbytes, 128)
         total = up(total, 256) + (ceil_div(blocks * fmt.groups, SUMS_AT_ONCE) + 2) * self.tokens * 32
-        total += self.warpgroups * self.tokens * 4
+        total += self.warpgroups * (self.tokens * 4 + SUMS_AT_ONCE * _OFFSETS_PITCH * 4)
         return up(total + self.pipeline_bytes, 1024)
 
 

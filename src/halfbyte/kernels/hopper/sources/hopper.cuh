@@ -132,6 +132,13 @@ __device__ __forceinline__ float4 load_shared_by_blocks(const float4* from) {
 
 // ---- Copies by the tensor memory accelerator: called by a whole warp, issued once ---------------------------
 
+// Four bytes past the registers, or zero; `copied_numbers` waits for all that this thread has asked for.
+__device__ __forceinline__ void copy_number(u32 to, const float* from, bool is_there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(is_there ? 4 : 0) : "memory");
+}
+
+__device__ __forceinline__ void copied_numbers() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 #define HALFBYTE_ELECTED "{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one "
 
 __device__ __forceinline__ u64 policy_evict_first() {

@@ -22,6 +22,9 @@ constexpr bool DRAINS = !AHEAD && FLIGHT > 0;
 constexpr int BLOCKS = ROUNDS ? OCTET : STAGES * STAGE_BLOCKS;
 constexpr int ROUND = BLOCKS * STEPS;
 constexpr float HALF_CODE = -0.5f / 256;
+// Whether offsets go through `sum`, so that the compiler is free to keep `total` where it likes: it fills the registers.
+constexpr bool APART = SUMS == 1 && ACCUMULATORS + PART_SUMS > 160;
+constexpr int OFFSETS_PITCH = 72;  // of 64 rows: four groups' lie in different banks
 static_assert(STAGE_BLOCKS * GROUPS <= OCTET, "not more than one octet comes with a stage");
 static_assert(!AHEAD || (ROUNDS && FLIGHT <= STEPS), "a block's codes are free while the next one is multiplied");
 
@@ -32,6 +35,7 @@ struct Shared {
     Staged staged;
     alignas(128) u8 weights[STAGES][WARPGROUPS][STAGE_BLOCKS * BLOCK_BYTES];
     alignas(256) u8 sums[SUM_TILES][SUM_BYTES];
+    float offsets[WARPGROUPS][OCTET][OFFSETS_PITCH];
     float token_scale[WARPGROUPS][TOKENS];
     Pipeline pipeline;
 };
@@ -109,17 +113,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
     while (schedule.next(segment)) {
         const int token_base = segment.token_base;
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
-        float of_token[(TOKENS + 127) / 128];  // read now, wanted at the end
 #pragma unroll
-        for (int i = 0; i < TOKENS; i += 128) {
-            const int token = token_base + i + thread % 128;
-            of_token[i / 128] = token < p.tokens ? x_scale[token] : 0.0f;
-        }
+        for (int i = thread % 128; i < TOKENS; i += 128)  // wanted at the end
+            copy_number(shared_address(&shared.token_scale[warpgroup][i]), x_scale + token_base + i, token_base + i < p.tokens);
         constexpr int SETS = AHEAD ? 2 : 1, SCALE_SETS = AHEAD || DRAINS ? 2 : 1;
         float total[PARTS][PART_SUMS] = {}, sum[SUMS][PART_SUMS];
         float scale[SCALE_SETS][GROUPS][2], offset[SETS][GROUPS][2];  // of a block's groups, this thread's two rows
         u32 a[SETS][4][4];
-        float kept[2][2] = {};  // of an octet's offsets what is this thread's part of the left operand: two groups
 
         auto take = [&](int block) {
             const int stage = stage_of(block), set = block % SETS;
@@ -157,28 +157,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
             for (int j = 0; j < PART_SUMS; ++j) total[r % PARTS][j] += of_rows[j / 2 % 2] * sum[r % SUMS][j];
         };
-        auto keep = [&](u32 in_octet, const float(&of)[2]) {
-            if (in_octet % 4 != lane % 4u) return;
-            if (in_octet < 4) kept[0][0] = of[0], kept[0][1] = of[1];
-            if (in_octet >= 4) kept[1][0] = of[0], kept[1][1] = of[1];
-        };
-        auto forget = [&] {
+        // Offsets of a block's groups, of which the first is number `first` of its octet.
+        auto keep = [&](int block, int first) {
+            if (lane % 4 != 0) return;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) kept[i / 2][i % 2] = 0;
+            for (int i = 0; i < 2 * GROUPS; ++i)
+                shared.offsets[warpgroup][first + i / 2][row + i % 2 * 8] = offset[block % SETS][i / 2][i % 2];
         };
-        // The offsets of one part's tokens, of all or of this part. TF32 leaves off bits: what is longer is rounded.
-        auto multiply_offsets = [&](int part, u32(&offsets)[4]) {
-            if (part == 0) {
+        // The offsets of one part's tokens, of the octet's first `groups`. TF32 leaves off bits: what is longer is rounded.
+        auto multiply_offsets = [&](int part, int groups) {
+            u32 left[4];
+            __syncwarp();
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float of = kept[i / 2][i % 2] * (ZERO_POINTS ? 1.0f : HALF_CODE);
-                    offsets[i] = __float_as_uint(of) + (ZERO_POINTS || !Scale::FITS_BF16 ? 0x1000 : 0);
-                }
+            for (int i = 0; i < 4; ++i) {
+                const int g = i / 2 * 4 + lane % 4;
+                const float of = g < groups ? shared.offsets[warpgroup][g][row + i % 2 * 8] * (ZERO_POINTS ? 1.0f : HALF_CODE) : 0.0f;
+                left[i] = __float_as_uint(of) + (ZERO_POINTS || !Scale::FITS_BF16 ? 0x1000 : 0);
             }
+            __syncwarp();
             const u64 tile = tile_of<32>(shared_address(shared.sums[0])) + (sums_place * SUM_BYTES >> 4);
             mma_fence();
-            mma_tf32(total[part], offsets, tile + part * COLUMNS * 2, true);
-            mma_commit();
+            if constexpr (APART) {
+                mma_tf32(sum[0], left, tile + part * COLUMNS * 2, false);
+                mma_commit();
+                mma_wait<0>();
+#pragma unroll
+                for (int j = 0; j < PART_SUMS; ++j) total[part][j] += sum[0][j];
+            } else {
+                mma_tf32(total[part], left, tile + part * COLUMNS * 2, true);
+                mma_commit();
+            }
         };
         auto leave_sums = [&] {
             if (++sums_place == SUM_TILES) sums_place = 0;
@@ -186,13 +194,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 
         int left = segment.k_end - segment.k_begin;  // a cluster's block may have nothing to do
         if (left > 0) take(0);
-        u32 offsets[4];
         // A block whose codes have been taken, by itself. in_octet: where its first group is.
-        auto whole_block = [&](int block, u32 in_octet) {
+        auto whole_block = [&](int block, int in_octet) {
+            keep(block, in_octet);
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 const int r = block * STEPS + step;
-                if (r % PARTS == 0) keep(in_octet + step / PARTS, offset[block % SETS][step / PARTS]);
                 multiply(r);
                 if (step < FLIGHT) continue;
                 mma_wait<FLIGHT>();
@@ -203,19 +210,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             for (int before = FLIGHT < STEPS ? FLIGHT : STEPS; before > 0; --before) promote((block + 1) * STEPS - before);
             leave(block, left == 1);
         };
-        auto whole_offsets = [&] {
+        auto whole_offsets = [&](int groups) {
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) multiply_offsets(part, offsets);
+            for (int part = 0; part < PARTS; ++part) multiply_offsets(part, groups);
             mma_wait<0>();
             leave_sums();
         };
         if constexpr (ROUNDS) {
-            if (left >= BLOCKS) keep(0, offset[0][0]);
+            if (left >= BLOCKS) keep(0, 0);
             for (; left >= BLOCKS; left -= BLOCKS) {  // no branches inside: products in flight do not outlive a round
                 auto take_if_any = [&](int block) {
                     if (block < BLOCKS || (block == BLOCKS && left > BLOCKS)) {
                         take(block % BLOCKS);
-                        keep(block % BLOCKS, offset[block % SETS][0]);
+                        keep(block % BLOCKS, block % BLOCKS);
                     }
                 };
                 // Step r is multiplied. The offsets are multiplied under the last blocks' codes, as soon as the last
@@ -224,14 +231,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                     const int block = r / STEPS, part = r % PARTS;
                     const bool ends = part == PARTS - 1;
                     promote(r);
-                    if ((FLIGHT == 0 || DRAINS) && block == BLOCKS - (AHEAD ? 2 : 1)) multiply_offsets(part, offsets);
+                    if ((FLIGHT == 0 || DRAINS) && block == BLOCKS - (AHEAD ? 2 : 1)) multiply_offsets(part, OCTET);
                     if (!ends || DRAINS) return;
                     leave(block, false);
                     if (!AHEAD) take_if_any(block + 1);
                     if (FLIGHT > 0) take_if_any(block + 2);
                     if (FLIGHT > 0 && block == BLOCKS - 3) {
 #pragma unroll
-                        for (int i = 0; i < PARTS; ++i) multiply_offsets(i, offsets);
+                        for (int i = 0; i < PARTS; ++i) multiply_offsets(i, OCTET);
                     }
                 };
 #pragma unroll
@@ -254,8 +261,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                 if (DRAINS) mma_wait<0>();
                 leave_sums();
             }
-            forget();  // groups that the last octet lacks have offsets of zero
             if (left > 0) {
+                const int groups = left;
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) {
                     whole_block(block, block);
@@ -263,18 +270,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                     take((block + 1) % BLOCKS);
                     --left;
                 }
-                whole_offsets();
+                whole_offsets(groups);
             }
         } else {
-            u32 in_octet = 0;
+            int in_octet = 0;
             while (left > 0) {
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) {
                     whole_block(block, in_octet);
                     in_octet += GROUPS;
                     if (in_octet == OCTET || left == 1) {
-                        whole_offsets();
-                        forget();
+                        whole_offsets(in_octet);
                         in_octet = 0;
                     }
                     if (--left == 0) break;
@@ -291,14 +297,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             }
             if (segment.k_end < p.blocks_k) take_sums(p, schedule, place, total_of);
         }
-#pragma unroll
-        for (int i = 0; i < TOKENS; i += 128)
-            if (i + thread % 128 < TOKENS)  // codes count in 1/256: w4a8_codes.py
-                shared.token_scale[warpgroup][i + thread % 128] = of_token[i / 128] * 256;
+        copied_numbers();
         store_tile(
             pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
             [&](int n) { return bias && n < p.features ? bias[n].value() : 0.0f; },
-            [&](float value, int m, float bias_of) { return fmaf(value, shared.token_scale[warpgroup][m], bias_of); }, out);
+            [&](float value, int m, float bias_of) {  // codes count in 1/256: w4a8_codes.py
+                return fmaf(value, shared.token_scale[warpgroup][m] * 256, bias_of);
+            },
+            out);
     }
     finish_stores();
     leave_together();
