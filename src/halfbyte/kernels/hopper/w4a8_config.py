@@ -58,7 +58,8 @@ class W4A8Config(TileConfig):
         total = up(blocks * self.tokens * INPUTS + self.staged_bytes, 128)
         total = up(total + blocks * self.warpgroups * fmt.nbytes, 128)
         total = up(total, 256) + (ceil_div(blocks * fmt.groups, SUMS_AT_ONCE) + 2) * self.tokens * 32
-        total += self.warpgroups * (self.tokens * 4 + SUMS_AT_ONCE * _OFFSETS_PITCH * 4)
+        offset = 4 if fmt.zeros is not None else fmt.scale.itemsize
+        total += self.warpgroups * (self.tokens * 4 + SUMS_AT_ONCE * _OFFSETS_PITCH * offset)
         return up(total + self.pipeline_bytes, 1024)
 
 

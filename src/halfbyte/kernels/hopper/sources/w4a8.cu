@@ -16,14 +16,24 @@ constexpr int FLIGHT = SUMS - 1;
 // With AHEAD the next block's codes have registers of their own, and the tensor cores need not run dry between blocks.
 // Where a block is one group, K is gone through in rounds of eight blocks, an octet, without branches. So many blocks
 // are unrolled.
-constexpr bool ROUNDS = GROUPS == 1 && OCTET % (STAGES * STAGE_BLOCKS) == 0;
-// Without, they wait for a block's last step and are converted while the other warpgroups' steps are multiplied.
-constexpr bool DRAINS = !AHEAD && FLIGHT > 0;
+constexpr bool ROUNDS = GROUPS == 1 && OCTET % (STAGES * STAGE_BLOCKS) == 0 && (AHEAD || FLIGHT == 0);
 constexpr int BLOCKS = ROUNDS ? OCTET : STAGES * STAGE_BLOCKS;
 constexpr int ROUND = BLOCKS * STEPS;
 constexpr float HALF_CODE = -0.5f / 256;
 // Whether offsets go through `sum`, so that the compiler is free to keep `total` where it likes: it fills the registers.
 constexpr bool APART = SUMS == 1 && ACCUMULATORS + PART_SUMS > 160;
+// What is multiplied by the activations' sums: of a code without zero point its scale, in its own format.
+template <bool PRODUCTS>
+struct Offsets {
+    using Kept = Scale;
+    static __device__ __forceinline__ Kept of(Scale scale, const Half&) { return scale; }
+};
+template <>
+struct Offsets<true> {
+    using Kept = Float;
+    static __device__ __forceinline__ Kept of(Scale scale, const Half& zero) { return {scale.value() * zero.value()}; }
+};
+using Offset = Offsets<ZERO_POINTS>::Kept;
 constexpr int OFFSETS_PITCH = 72;  // of 64 rows: four groups' lie in different banks
 static_assert(STAGE_BLOCKS * GROUPS <= OCTET, "not more than one octet comes with a stage");
 static_assert(!AHEAD || (ROUNDS && FLIGHT <= STEPS), "a block's codes are free while the next one is multiplied");
@@ -35,7 +45,7 @@ struct Shared {
     Staged staged;
     alignas(128) u8 weights[STAGES][WARPGROUPS][STAGE_BLOCKS * BLOCK_BYTES];
     alignas(256) u8 sums[SUM_TILES][SUM_BYTES];
-    float offsets[WARPGROUPS][OCTET][OFFSETS_PITCH];
+    Offset offsets[WARPGROUPS][OCTET][OFFSETS_PITCH];
     float token_scale[WARPGROUPS][TOKENS];
     Pipeline pipeline;
 };
@@ -116,12 +126,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
         for (int i = thread % 128; i < TOKENS; i += 128)  // wanted at the end
             copy_number(shared_address(&shared.token_scale[warpgroup][i]), x_scale + token_base + i, token_base + i < p.tokens);
-        constexpr int SETS = AHEAD ? 2 : 1, SCALE_SETS = AHEAD || DRAINS ? 2 : 1;
+        constexpr int SETS = AHEAD ? 2 : 1;
         float total[PARTS][PART_SUMS] = {}, sum[SUMS][PART_SUMS];
-        float scale[SCALE_SETS][GROUPS][2], offset[SETS][GROUPS][2];  // of a block's groups, this thread's two rows
+        float scale[SETS][GROUPS][2];  // of a block's groups, this thread's two rows
         u32 a[SETS][4][4];
 
-        auto take = [&](int block) {
+        // A block's codes and scales; its first group is number `first` of its octet.
+        auto take = [&](int block, int first) {
             const int stage = stage_of(block), set = block % SETS;
             if (block % STAGE_BLOCKS == 0) barrier_wait(shared_address(&pipeline.full[stage]), phases.next(stage));
             const u8* from = shared.weights[stage][warpgroup] + block % STAGE_BLOCKS * BLOCK_BYTES;
@@ -131,9 +142,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
             for (int i = 0; i < 2 * GROUPS; ++i) {
                 const int g = i / 2, half = i % 2;
-                const float of_row = scales[g * 64 + half * 8].value();
-                scale[block % SCALE_SETS][g][half] = of_row;
-                offset[set][g][half] = ZERO_POINTS ? of_row * zeros[g * 64 + half * 8].value() : of_row;
+                const Scale of_row = scales[g * 64 + half * 8];
+                scale[set][g][half] = of_row.value();
+                const Offset offset = Offsets<ZERO_POINTS>::of(of_row, zeros[ZERO_POINTS ? g * 64 + half * 8 : 0]);
+                if (lane % 4 == 0) shared.offsets[warpgroup][first + g][row + half * 8] = offset;
             }
         };
         // last: of its stage, or of all.
@@ -153,16 +165,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             mma_commit();
         };
         auto promote = [&](int r) {
-            const float(&of_rows)[2] = scale[r / STEPS % SCALE_SETS][r % STEPS / PARTS];
+            const float(&of_rows)[2] = scale[r / STEPS % SETS][r % STEPS / PARTS];
 #pragma unroll
             for (int j = 0; j < PART_SUMS; ++j) total[r % PARTS][j] += of_rows[j / 2 % 2] * sum[r % SUMS][j];
-        };
-        // Offsets of a block's groups, of which the first is number `first` of its octet.
-        auto keep = [&](int block, int first) {
-            if (lane % 4 != 0) return;
-#pragma unroll
-            for (int i = 0; i < 2 * GROUPS; ++i)
-                shared.offsets[warpgroup][first + i / 2][row + i % 2 * 8] = offset[block % SETS][i / 2][i % 2];
         };
         // The offsets of one part's tokens, of the octet's first `groups`. TF32 leaves off bits: what is longer is rounded.
         auto multiply_offsets = [&](int part, int groups) {
@@ -171,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int g = i / 2 * 4 + lane % 4;
-                const float of = g < groups ? shared.offsets[warpgroup][g][row + i % 2 * 8] * (ZERO_POINTS ? 1.0f : HALF_CODE) : 0.0f;
+                const float of = g < groups ? shared.offsets[warpgroup][g][row + i % 2 * 8].value() * (ZERO_POINTS ? 1.0f : HALF_CODE) : 0.0f;
                 left[i] = __float_as_uint(of) + (ZERO_POINTS || !Scale::FITS_BF16 ? 0x1000 : 0);
             }
             __syncwarp();
@@ -193,10 +198,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
         };
 
         int left = segment.k_end - segment.k_begin;  // a cluster's block may have nothing to do
-        if (left > 0) take(0);
-        // A block whose codes have been taken, by itself. in_octet: where its first group is.
-        auto whole_block = [&](int block, int in_octet) {
-            keep(block, in_octet);
+        if (left > 0) take(0, 0);
+        // A block whose codes have been taken, by itself.
+        auto whole_block = [&](int block) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 const int r = block * STEPS + step;
@@ -217,13 +221,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             leave_sums();
         };
         if constexpr (ROUNDS) {
-            if (left >= BLOCKS) keep(0, 0);
             for (; left >= BLOCKS; left -= BLOCKS) {  // no branches inside: products in flight do not outlive a round
                 auto take_if_any = [&](int block) {
-                    if (block < BLOCKS || (block == BLOCKS && left > BLOCKS)) {
-                        take(block % BLOCKS);
-                        keep(block % BLOCKS, block % BLOCKS);
-                    }
+                    if (block < BLOCKS || (block == BLOCKS && left > BLOCKS)) take(block % BLOCKS, block % BLOCKS);
                 };
                 // Step r is multiplied. The offsets are multiplied under the last blocks' codes, as soon as the last
                 // one's scales are there: all parts at once, or each between two steps of its own.
@@ -231,8 +231,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                     const int block = r / STEPS, part = r % PARTS;
                     const bool ends = part == PARTS - 1;
                     promote(r);
-                    if ((FLIGHT == 0 || DRAINS) && block == BLOCKS - (AHEAD ? 2 : 1)) multiply_offsets(part, OCTET);
-                    if (!ends || DRAINS) return;
+                    if (FLIGHT == 0 && block == BLOCKS - (AHEAD ? 2 : 1)) multiply_offsets(part, OCTET);
+                    if (!ends) return;
                     leave(block, false);
                     if (!AHEAD) take_if_any(block + 1);
                     if (FLIGHT > 0) take_if_any(block + 2);
@@ -245,29 +245,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                 for (int r = 0; r < ROUND; ++r) {
                     multiply(r);
                     if (AHEAD && r % STEPS == 0 && (FLIGHT == 0 || r == 0)) take_if_any(r / STEPS + 1);
-                    if (r >= FLIGHT) {
-                        mma_wait<FLIGHT>();
-                        finish(r - FLIGHT);
-                    }
-                    if (DRAINS && r % STEPS == STEPS - 1) {
-                        mma_wait<0>();
-                        leave(r / STEPS, false);
-                        take_if_any(r / STEPS + 1);
-                    }
+                    if (r < FLIGHT) continue;
+                    mma_wait<FLIGHT>();
+                    finish(r - FLIGHT);
                 }
                 mma_wait<0>();
 #pragma unroll
                 for (int r = ROUND - FLIGHT; r < ROUND; ++r) finish(r);
-                if (DRAINS) mma_wait<0>();
                 leave_sums();
             }
             if (left > 0) {
                 const int groups = left;
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) {
-                    whole_block(block, block);
+                    whole_block(block);
                     if (left == 1) break;
-                    take((block + 1) % BLOCKS);
+                    take((block + 1) % BLOCKS, block + 1);
                     --left;
                 }
                 whole_offsets(groups);
@@ -277,14 +270,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             while (left > 0) {
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) {
-                    whole_block(block, in_octet);
+                    whole_block(block);
                     in_octet += GROUPS;
                     if (in_octet == OCTET || left == 1) {
                         whole_offsets(in_octet);
                         in_octet = 0;
                     }
                     if (--left == 0) break;
-                    take((block + 1) % BLOCKS);
+                    take((block + 1) % BLOCKS, in_octet);
                 }
             }
         }
