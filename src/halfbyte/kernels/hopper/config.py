@@ -102,15 +102,19 @@ class TileConfig(ABC):
     def staged_bytes(self) -> int:
         """For sums on their way to other blocks, and for finished tokens on their way out: ``Staged``."""
         exchanged = self.tokens * self.rows * 4 if self.split > 1 else 0
-        return exchanged + (self.staged_tokens * self.rows * 2 if self.staged_tokens else 16)
+        return exchanged + (min(self._own_tokens, 64) * self.rows * 2 if self.staged_tokens else 16)
 
     @property
     def staged_tokens(self) -> int:
         """How many finished tokens go out at once; none where blocks that divide K have no whole eights of tokens."""
         if self.tokens // 8 % self.split:
             return 0
-        own = self.tokens // self.split
-        return own if own < 64 else 64 if own % 64 == 0 else 32
+        return self._own_tokens if self._own_tokens <= 64 else 32
+
+    @property
+    def _own_tokens(self) -> int:
+        """Those that one of the blocks that divide K adds up."""
+        return self.tokens // self.split
 
     @property
     def pipeline_bytes(self) -> int:

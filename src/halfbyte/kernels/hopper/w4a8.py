@@ -108,6 +108,7 @@ def w4a8_source(config: W4A8Config, fmt: BlockFormat, out_dtype: torch.dtype) ->
         **config.defines(fmt),
         "AHEAD": int(config.ahead(fmt)),
         "SUMS": config.sums(fmt),
+        "PLAIN": int(config.plain(fmt)),
         "Scale": NAMES[fmt.scale],
         "Out": NAMES[out_dtype],
     }

@@ -32,6 +32,12 @@ class W4A8Config(TileConfig):
         """Whether the next block's codes have registers of their own, so that products run on from block to block."""
         return self._may_go_ahead(fmt) and self._registers(self.sums(fmt), 2) <= self._most
 
+    def plain(self, fmt: BlockFormat) -> bool:
+        """Whether codes are multiplied as they are. Codes and a half are made in fewer operations, but take a product
+        of their own with the activations' sums, as zero points do: better where a code serves few tokens.
+        """
+        return fmt.zeros is None and self.tokens > 64
+
     def _may_go_ahead(self, fmt: BlockFormat) -> bool:
         # For few tokens registers are better spent on more blocks.
         return self.tokens >= 64 and fmt.groups == 1
@@ -57,9 +63,13 @@ class W4A8Config(TileConfig):
         blocks = self.stages * self.stage_blocks
         total = up(blocks * self.tokens * INPUTS + self.staged_bytes, 128)
         total = up(total + blocks * self.warpgroups * fmt.nbytes, 128)
-        total = up(total, 256) + (ceil_div(blocks * fmt.groups, SUMS_AT_ONCE) + 2) * self.tokens * 32
-        offset = 4 if fmt.zeros is not None else fmt.scale.itemsize
-        total += self.warpgroups * (self.tokens * 4 + SUMS_AT_ONCE * _OFFSETS_PITCH * offset)
+        total = up(total, 256)
+        offset = SUMS_AT_ONCE * _OFFSETS_PITCH * (4 if fmt.zeros is not None else fmt.scale.itemsize)
+        if self.plain(fmt):
+            total += offset + 16
+        else:
+            total += (ceil_div(blocks * fmt.groups, SUMS_AT_ONCE) + 2) * self.tokens * 32 + self.warpgroups * offset
+        total += self.warpgroups * self.tokens * 4
         return up(total + self.pipeline_bytes, 1024)
 
 

@@ -7,8 +7,10 @@ constexpr bool STAGED = TOKENS / 8 % SPLIT == 0;
 constexpr int OWN_TOKENS = STAGED ? TOKENS / SPLIT : TOKENS;
 
 // Tokens on their way out, not more than 64 at a time: each warpgroup's part by itself, in rows of 128 bytes whose pieces
-// of 16 bytes are permuted as the accelerator does it (swizzle).
-constexpr int STAGED_TOKENS = OWN_TOKENS < 64 ? OWN_TOKENS : OWN_TOKENS % 64 == 0 ? 64 : 32;
+// of 16 bytes are permuted as the accelerator does it (swizzle). Of more than 64, some are written while others leave.
+constexpr int STAGED_TOKENS = OWN_TOKENS <= 64 ? OWN_TOKENS : 32;
+constexpr int STAGED_BUFFERS = OWN_TOKENS <= 64 ? 1 : 2;
+constexpr int STAGED_BYTES = STAGED_TOKENS * 128;
 static_assert(OWN_TOKENS % STAGED_TOKENS == 0);
 
 template <bool EXCHANGES>
@@ -19,7 +21,7 @@ template <>
 struct Exchange<false> {};
 
 struct Staged : Exchange<(SPLIT > 1)> {
-    alignas(STAGED ? 1024 : 16) u8 out[STAGED ? WARPGROUPS : 1][STAGED ? STAGED_TOKENS * 128 : 16];
+    alignas(STAGED ? 1024 : 16) u8 out[STAGED ? WARPGROUPS : 1][STAGED ? STAGED_BUFFERS * STAGED_BYTES : 16];
 };
 
 // A warpgroup's sums of a segment that does not begin its tile, for the cluster that does. of(j): this thread's sum j.
@@ -130,11 +132,12 @@ __device__ __forceinline__ void store_tile(
         const int feature = feature_base + warpgroup * 64, column = lane % 4 * 2, in_eight = lane % 8;
         const auto low = of_feature(feature + warp * 16 + lane / 4), high = of_feature(feature + warp * 16 + lane / 4 + 8);
         const u32 buffer = shared_address(staged.out[warpgroup]);
-        const u32 to = buffer + in_eight * 128 + ((warp * 2 + lane / 8 % 2 ^ in_eight) << 4);
+        const u32 row_of_lane = in_eight * 128 + ((warp * 2 + lane / 8 % 2 ^ in_eight) << 4);
+        if (thread % 128 == 0) wait_for_copies_out();  // buffers are free
+        meet_warpgroup();
 #pragma unroll
         for (int first = 0; first < OWN_TOKENS; first += STAGED_TOKENS) {
-            if (thread % 128 == 0) wait_for_copies_out();  // the buffer is free
-            meet_warpgroup();
+            const u32 to = buffer + first / STAGED_TOKENS % STAGED_BUFFERS * STAGED_BYTES;
             u32 packed[STAGED_TOKENS / 8][2];
 #pragma unroll
             for (int i = 0; i < STAGED_TOKENS / 8; ++i) {
@@ -143,11 +146,12 @@ __device__ __forceinline__ void store_tile(
                 packed[i][1] = Out::pack(finished(own_of(j + 2), m, high), finished(own_of(j + 3), m + 1, high));
             }
 #pragma unroll
-            for (int i = 0; i < STAGED_TOKENS / 8; ++i) store_transposed(to + i * 1024, packed[i][0], packed[i][1]);
+            for (int i = 0; i < STAGED_TOKENS / 8; ++i) store_transposed(to + row_of_lane + i * 1024, packed[i][0], packed[i][1]);
             copy_engine_fence();
+            if (thread % 128 == 0 && first + STAGED_TOKENS < OWN_TOKENS) wait_for_copies_out();  // the other buffer is free
             meet_warpgroup();
             if (thread % 128 == 0 && feature < p.features)
-                copy_tile_out(out_map, feature, token_base + first_token + first, buffer);
+                copy_tile_out(out_map, feature, token_base + first_token + first, to);
         }
     }
 }

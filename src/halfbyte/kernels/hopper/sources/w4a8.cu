@@ -9,7 +9,7 @@ constexpr int OCTET = 8;                // groups whose offsets are multiplied a
 constexpr int SUM_BYTES = TOKENS * 32;  // of an octet
 // Places for octets: of the stages in flight, of the octet in use, and of the one before it: a stage is left before the
 // offsets of the octet that it ends are multiplied.
-constexpr int SUM_TILES = (STAGES * STAGE_BLOCKS * GROUPS + OCTET - 1) / OCTET + 2;
+constexpr int SUM_TILES = PLAIN ? 1 : (STAGES * STAGE_BLOCKS * GROUPS + OCTET - 1) / OCTET + 2;
 constexpr int STEPS = GROUPS * PARTS;  // products of one block of K, each promoted by itself
 // While a step is promoted, so many steps after it are multiplied.
 constexpr int FLIGHT = SUMS - 1;
@@ -21,7 +21,7 @@ constexpr int BLOCKS = ROUNDS ? OCTET : STAGES * STAGE_BLOCKS;
 constexpr int ROUND = BLOCKS * STEPS;
 constexpr float HALF_CODE = -0.5f / 256;
 // Whether offsets go through `sum`, so that the compiler is free to keep `total` where it likes: it fills the registers.
-constexpr bool APART = SUMS == 1 && ACCUMULATORS + PART_SUMS > 160;
+constexpr bool APART = !PLAIN && SUMS == 1 && ACCUMULATORS + PART_SUMS > 160;
 // What is multiplied by the activations' sums: of a code without zero point its scale, in its own format.
 template <bool PRODUCTS>
 struct Offsets {
@@ -44,8 +44,8 @@ struct Shared {
     alignas(1024) u8 x[STAGES][STAGE_BLOCKS * TOKENS * 128];
     Staged staged;
     alignas(128) u8 weights[STAGES][WARPGROUPS][STAGE_BLOCKS * BLOCK_BYTES];
-    alignas(256) u8 sums[SUM_TILES][SUM_BYTES];
-    Offset offsets[WARPGROUPS][OCTET][OFFSETS_PITCH];
+    alignas(256) u8 sums[PLAIN ? 1 : SUM_TILES * SUM_BYTES];
+    Offset offsets[PLAIN ? 1 : WARPGROUPS][OCTET][OFFSETS_PITCH];
     float token_scale[WARPGROUPS][TOKENS];
     Pipeline pipeline;
 };
@@ -54,14 +54,21 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts less");
 constexpr int PRODUCER_REGISTERS = TOKENS < 192 ? 32 : 24;
 using Budget = Registers<PRODUCER_REGISTERS>;
 
-// Codes of set A and of set B as E4M3 bytes. ones: 0x01010101 in a register; an instruction takes one immediate.
+// Codes of set A and of set B as E4M3 bytes: c + 1/2, or with PLAIN c, in 1/256. ones: 0x01010101 in a register; an
+// instruction takes one immediate. What is negative is kept as -c - 1, so PLAIN adds its sign to its size.
 __device__ __forceinline__ void convert(u32 (&a)[4][4], const uint4* words, u32 ones) {
     const uint4 first = words[0], second = words[128];
     const u32 codes[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const u32 low = codes[i] >> 3, sign = codes[i] << 7;
+        const u32 low = codes[i] >> 3;
         u32 &set_a = a[i / 2][i % 2 * 2], &set_b = a[i / 2][i % 2 * 2 + 1];
+        if constexpr (PLAIN) {
+            set_a = (codes[i] & 0x8E8E8E8E) + ((codes[i] & 0x80808080) >> 6);
+            set_b = (low & 0x0E0E0E0E) + (codes[i] & 0x01010101) * 0x82;
+            continue;
+        }
+        const u32 sign = codes[i] << 7;
         asm("lop3.b32 %0, %1, 0x8E8E8E8E, %2, 0xEA;" : "=r"(set_a) : "r"(codes[i]), "r"(ones));
         asm("lop3.b32 %0, %1, 0x0E0E0E0E, %2, 0xEA;" : "=r"(set_b) : "r"(low), "r"(ones));
         asm("lop3.b32 %0, %1, 0x80808080, %2, 0xEA;" : "=r"(set_b) : "r"(sign), "r"(set_b));
@@ -74,11 +81,11 @@ struct Sums {
     Shared& shared;
     const TensorMap& map;
     int place = 0;
-    __device__ __forceinline__ static bool are_due(int done) { return done * GROUPS % OCTET == 0; }
+    __device__ __forceinline__ static bool are_due(int done) { return !PLAIN && done * GROUPS % OCTET == 0; }
     __device__ __forceinline__ int bytes(int done) const { return are_due(done) ? SUM_BYTES : 0; }
     __device__ __forceinline__ void load(int done, int k, int token_base, u32 barrier) {
         if (!are_due(done)) return;
-        copy_tile(shared_address(shared.sums[place]), map, k * GROUPS, token_base, barrier);
+        copy_tile(shared_address(shared.sums) + place * SUM_BYTES, map, k * GROUPS, token_base, barrier);
         if (++place == SUM_TILES) place = 0;
     }
 };
@@ -144,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                 const int g = i / 2, half = i % 2;
                 const Scale of_row = scales[g * 64 + half * 8];
                 scale[set][g][half] = of_row.value();
+                if constexpr (PLAIN) continue;
                 const Offset offset = Offsets<ZERO_POINTS>::of(of_row, zeros[ZERO_POINTS ? g * 64 + half * 8 : 0]);
                 if (lane % 4 == 0) shared.offsets[warpgroup][first + g][row + half * 8] = offset;
             }
@@ -171,6 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
         };
         // The offsets of one part's tokens, of the octet's first `groups`. TF32 leaves off bits: what is longer is rounded.
         auto multiply_offsets = [&](int part, int groups) {
+            if constexpr (PLAIN) return;
             u32 left[4];
             __syncwarp();
 #pragma unroll
@@ -180,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                 left[i] = __float_as_uint(of) + (ZERO_POINTS || !Scale::FITS_BF16 ? 0x1000 : 0);
             }
             __syncwarp();
-            const u64 tile = tile_of<32>(shared_address(shared.sums[0])) + (sums_place * SUM_BYTES >> 4);
+            const u64 tile = tile_of<32>(shared_address(shared.sums)) + (sums_place * SUM_BYTES >> 4);
             mma_fence();
             if constexpr (APART) {
                 mma_tf32(sum[0], left, tile + part * COLUMNS * 2, false);
@@ -194,7 +203,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             }
         };
         auto leave_sums = [&] {
-            if (++sums_place == SUM_TILES) sums_place = 0;
+            if (!PLAIN)
+                if (++sums_place == SUM_TILES) sums_place = 0;
         };
 
         int left = segment.k_end - segment.k_begin;  // a cluster's block may have nothing to do
