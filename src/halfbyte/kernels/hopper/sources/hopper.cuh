@@ -198,7 +198,10 @@ __device__ __forceinline__ void copy_tile_out(const TensorMap& map, int inner, i
         : "memory");
 }
 
-__device__ __forceinline__ void wait_for_copies_out() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copies_out() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
 
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<u64>(&map)) : "memory");

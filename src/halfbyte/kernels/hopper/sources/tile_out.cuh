@@ -9,7 +9,7 @@ constexpr int OWN_TOKENS = STAGED ? TOKENS / SPLIT : TOKENS;
 // Tokens on their way out, not more than 64 at a time: each warpgroup's part by itself, in rows of 128 bytes whose pieces
 // of 16 bytes are permuted as the accelerator does it (swizzle). Of more than 64, some are written while others leave.
 constexpr int STAGED_TOKENS = OWN_TOKENS <= 64 ? OWN_TOKENS : 32;
-constexpr int STAGED_BUFFERS = OWN_TOKENS <= 64 ? 1 : 2;
+constexpr int STAGED_BUFFERS = OWN_TOKENS <= 64 ? 1 : OWN_TOKENS <= 128 ? 2 : 4;
 constexpr int STAGED_BYTES = STAGED_TOKENS * 128;
 static_assert(OWN_TOKENS % STAGED_TOKENS == 0);
 
@@ -133,11 +133,12 @@ __device__ __forceinline__ void store_tile(
         const auto low = of_feature(feature + warp * 16 + lane / 4), high = of_feature(feature + warp * 16 + lane / 4 + 8);
         const u32 buffer = shared_address(staged.out[warpgroup]);
         const u32 row_of_lane = in_eight * 128 + ((warp * 2 + lane / 8 % 2 ^ in_eight) << 4);
-        if (thread % 128 == 0) wait_for_copies_out();  // buffers are free
+        if (thread % 128 == 0) wait_for_copies_out<0>();  // buffers are free
         meet_warpgroup();
 #pragma unroll
         for (int first = 0; first < OWN_TOKENS; first += STAGED_TOKENS) {
-            const u32 to = buffer + first / STAGED_TOKENS % STAGED_BUFFERS * STAGED_BYTES;
+            const int chunk = first / STAGED_TOKENS;
+            const u32 to = buffer + chunk % STAGED_BUFFERS * STAGED_BYTES;
             u32 packed[STAGED_TOKENS / 8][2];
 #pragma unroll
             for (int i = 0; i < STAGED_TOKENS / 8; ++i) {
@@ -148,7 +149,8 @@ __device__ __forceinline__ void store_tile(
 #pragma unroll
             for (int i = 0; i < STAGED_TOKENS / 8; ++i) store_transposed(to + row_of_lane + i * 1024, packed[i][0], packed[i][1]);
             copy_engine_fence();
-            if (thread % 128 == 0 && first + STAGED_TOKENS < OWN_TOKENS) wait_for_copies_out();  // the other buffer is free
+            if (STAGED_BUFFERS > 1 && chunk + 1 >= STAGED_BUFFERS && first + STAGED_TOKENS < OWN_TOKENS && thread % 128 == 0)
+                wait_for_copies_out<(STAGED_BUFFERS > 1 ? STAGED_BUFFERS - 2 : 0)>();  // the next chunk's buffer is free
             meet_warpgroup();
             if (thread % 128 == 0 && feature < p.features)
                 copy_tile_out(out_map, feature, token_base + first_token + first, to);
@@ -158,5 +160,5 @@ __device__ __forceinline__ void store_tile(
 
 // Shared memory is not given up while copies still read it.
 __device__ __forceinline__ void finish_stores() {
-    if (STAGED && threadIdx.x % 128 == 0) wait_for_copies_out();
+    if (STAGED && threadIdx.x % 128 == 0) wait_for_copies_out<0>();
 }

@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                 const Offset offset = Offsets<ZERO_POINTS>::of(of_row, zeros[ZERO_POINTS ? g * 64 + half * 8 : 0]);
                 if (lane % 4 == 0) shared.offsets[warpgroup][first + g][row + half * 8] = offset;
             }
-            if (AHEAD) computed_here(phases, a[set]);  // under products, not after them
+            if (PINNED) computed_here(phases, a[set]);  // under products, not after them
         };
         // last: of its stage, or of all.
         auto leave = [&](int block, bool last) {
