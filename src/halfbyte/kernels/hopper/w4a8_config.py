@@ -14,6 +14,7 @@ SUMS_AT_ONCE = 8  # groups whose offsets are multiplied at once
 _ROUND = 8  # blocks of K that are unrolled, where a block is one group
 # Registers of a thread that multiplies, by rows of the tile, less those for addresses and the like.
 _REGISTERS = {64: 184, 128: 184, 192: 116, 256: 64}
+_MOST_REGISTERS = 208  # the same where plain codes leave nothing else to keep: of 128 rows
 _OFFSETS_PITCH = 72  # numbers from one group's offsets to the next one's
 _CODES = 16  # registers for one stage's codes
 
@@ -36,11 +37,11 @@ class W4A8Config(TileConfig):
         """Whether codes are multiplied as they are. Codes and a half are made in fewer operations, but take a product
         of their own with the activations' sums, as zero points do: better where a code serves few tokens.
         """
-        return fmt.zeros is None and self.tokens > 64
+        return fmt.zeros is None and self.tokens > 128
 
     def _may_go_ahead(self, fmt: BlockFormat) -> bool:
-        # For few tokens registers are better spent on more blocks.
-        return self.tokens >= 64 and fmt.groups == 1
+        # For few tokens registers are better spent on more blocks, for many on longer steps.
+        return self.tokens == 64 and fmt.groups == 1
 
     @property
     def _most(self) -> int:
@@ -50,7 +51,8 @@ class W4A8Config(TileConfig):
         return self.tokens // 2 + sums * self.columns // 2 + codes * _CODES
 
     def takes(self, fmt: BlockFormat) -> bool:
-        fits = self._registers(1, 1) <= self._most and (self.tokens <= 128 or self.split == 1)
+        most = _MOST_REGISTERS if self.plain(fmt) and fmt.groups == 1 and self.rows <= 128 else self._most
+        fits = self._registers(1, 1) <= most and (self.tokens <= 128 or self.split == 1)
         if self.rows == 256 and fmt.groups > 1:
             return False  # some versions of NVRTC run out of registers
         return fits and (fmt.groups > 1 or _ROUND % (self.stages * self.stage_blocks) == 0)
@@ -97,14 +99,14 @@ TABLE = Table(
         (64, ANY, ANY, W4A8Config(64, 192, stages=4, stage_blocks=2, stream=True)),
         (128, 6144, ANY, W4A8Config(64, 128, split=2, stages=4, stage_blocks=2)),
         (128, 12288, ANY, W4A8Config(128, 128, split=2, stages=4)),
-        (128, ANY, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2, parts=2)),
+        (128, ANY, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2)),
         (256, 6144, 8192, W4A8Config(64, 128, stages=4, stage_blocks=2)),
         (256, 6144, ANY, W4A8Config(128, 128, split=2, stages=4)),
         (256, 24576, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2)),
+        (256, ANY, ANY, W4A8Config(256, 128, stages=4, parts=2)),
         (256, ANY, ANY, W4A8Config(256, 128, stages=4, parts=4)),
         (512, 6144, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2)),
-        (512, 12288, ANY, W4A8Config(256, 128, share=2, stages=4, parts=4)),
-        (512, 32768, ANY, W4A8Config(128, 128, share=2, stages=4, stage_blocks=2)),
+        (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=2)),
         (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=4)),
         (ANY, ANY, ANY, W4A8Config(128, 128, share=2, stages=4, stage_blocks=2)),
     )

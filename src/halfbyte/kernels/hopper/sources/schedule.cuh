@@ -85,27 +85,3 @@ struct Phases {
         return parity;
     }
 };
-
-// The compiler moves no arithmetic across this, a branch that is never taken, about which it knows nothing.
-__device__ __forceinline__ void scheduled_here(const Phases& phases) {
-    static_assert(STAGES < 31);
-    asm volatile(
-        "{\n.reg .pred never;\n"
-        "setp.lt.s32 never, %0, 0;\n"
-        "here:\n"
-        "bar.warp.sync 0xffffffff;\n"
-        "@never bra here;\n}" ::"r"(phases.bits)
-        : "memory");
-}
-
-// The compiler computes these numbers here, not later: stores of them that are never done, about which it knows nothing.
-__device__ __forceinline__ void computed_here(const Phases& phases, const u32 (&a)[4][4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        asm volatile(
-            "{\n.reg .pred never;\n"
-            "setp.lt.s32 never, %0, 0;\n"
-            "@never st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"r"(phases.bits),
-            "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3])
-            : "memory");
-}

@@ -16,8 +16,7 @@ constexpr int FLIGHT = SUMS - 1;
 // With AHEAD the next block's codes have registers of their own, and the tensor cores need not run dry between blocks.
 // Where a block is one group, K is gone through in rounds of eight blocks, an octet, without branches. So many blocks
 // are unrolled.
-constexpr bool DRAINS = PLAIN && !AHEAD && FLIGHT > 0;
-constexpr bool ROUNDS = GROUPS == 1 && OCTET % (STAGES * STAGE_BLOCKS) == 0 && (AHEAD || FLIGHT == 0 || DRAINS);
+constexpr bool ROUNDS = GROUPS == 1 && OCTET % (STAGES * STAGE_BLOCKS) == 0 && (AHEAD || FLIGHT == 0);
 constexpr int BLOCKS = ROUNDS ? OCTET : STAGES * STAGE_BLOCKS;
 constexpr int ROUND = BLOCKS * STEPS;
 constexpr float HALF_CODE = -0.5f / 256;
@@ -134,9 +133,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
         for (int i = thread % 128; i < TOKENS; i += 128)  // wanted at the end
             copy_number(shared_address(&shared.token_scale[warpgroup][i]), x_scale + token_base + i, token_base + i < p.tokens);
-        constexpr int SETS = AHEAD ? 2 : 1, SCALE_SETS = AHEAD || DRAINS ? 2 : 1;
+        constexpr int SETS = AHEAD ? 2 : 1;
         float total[PARTS][PART_SUMS] = {}, sum[SUMS][PART_SUMS];
-        float scale[SCALE_SETS][GROUPS][2];  // of a block's groups, this thread's two rows
+        float scale[SETS][GROUPS][2];  // of a block's groups, this thread's two rows
         u32 a[SETS][4][4];
 
         // A block's codes and scales; its first group is number `first` of its octet.
@@ -151,12 +150,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             for (int i = 0; i < 2 * GROUPS; ++i) {
                 const int g = i / 2, half = i % 2;
                 const Scale of_row = scales[g * 64 + half * 8];
-                scale[block % SCALE_SETS][g][half] = of_row.value();
+                scale[set][g][half] = of_row.value();
                 if constexpr (PLAIN) continue;
                 const Offset offset = Offsets<ZERO_POINTS>::of(of_row, zeros[ZERO_POINTS ? g * 64 + half * 8 : 0]);
                 if (lane % 4 == 0) shared.offsets[warpgroup][first + g][row + half * 8] = offset;
             }
-            if (PINNED) computed_here(phases, a[set]);  // under products, not after them
         };
         // last: of its stage, or of all.
         auto leave = [&](int block, bool last) {
@@ -175,8 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             mma_commit();
         };
         auto promote = [&](int r) {
-            if (DRAINS && r % STEPS == STEPS - 1) scheduled_here(phases);  // after the next products have begun
-            const float(&of_rows)[2] = scale[r / STEPS % SCALE_SETS][r % STEPS / PARTS];
+            const float(&of_rows)[2] = scale[r / STEPS % SETS][r % STEPS / PARTS];
 #pragma unroll
             for (int j = 0; j < PART_SUMS; ++j) total[r % PARTS][j] += of_rows[j / 2 % 2] * sum[r % SUMS][j];
         };
@@ -245,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                     const bool ends = part == PARTS - 1;
                     promote(r);
                     if (FLIGHT == 0 && block == BLOCKS - (AHEAD ? 2 : 1)) multiply_offsets(part, OCTET);
-                    if (!ends || DRAINS) return;
+                    if (!ends) return;
                     leave(block, false);
                     if (!AHEAD) take_if_any(block + 1);
                     if (FLIGHT > 0) take_if_any(block + 2);
@@ -258,15 +255,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                 for (int r = 0; r < ROUND; ++r) {
                     multiply(r);
                     if (AHEAD && r % STEPS == 0 && (FLIGHT == 0 || r == 0)) take_if_any(r / STEPS + 1);
-                    if (r >= FLIGHT) {
-                        mma_wait<FLIGHT>();
-                        finish(r - FLIGHT);
-                    }
-                    if (DRAINS && r % STEPS == STEPS - 1) {
-                        mma_wait<0>();
-                        leave(r / STEPS, false);
-                        take_if_any(r / STEPS + 1);
-                    }
+                    if (r < FLIGHT) continue;
+                    mma_wait<FLIGHT>();
+                    finish(r - FLIGHT);
                 }
                 mma_wait<0>();
 #pragma unroll
