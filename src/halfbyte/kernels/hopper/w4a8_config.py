@@ -37,11 +37,11 @@ class W4A8Config(TileConfig):
         """Whether codes are multiplied as they are. Codes and a half are made in fewer operations, but take a product
         of their own with the activations' sums, as zero points do: better where a code serves few tokens.
         """
-        return fmt.zeros is None and self.tokens > 128
+        return fmt.zeros is None and self.tokens > 64
 
     def _may_go_ahead(self, fmt: BlockFormat) -> bool:
         # For few tokens registers are better spent on more blocks, for many on longer steps.
-        return self.tokens == 64 and fmt.groups == 1
+        return 64 <= self.tokens <= 128 and fmt.groups == 1
 
     @property
     def _most(self) -> int:
@@ -97,15 +97,16 @@ TABLE = Table(
         (64, 12288, ANY, W4A8Config(64, 128, split=2, stages=4, stage_blocks=2)),
         (64, 32768, ANY, W4A8Config(64, 128, stages=4, stage_blocks=2)),
         (64, ANY, ANY, W4A8Config(64, 192, stages=4, stage_blocks=2, stream=True)),
+        (128, 6144, 8192, W4A8Config(64, 64, stages=4, stage_blocks=2)),
         (128, 6144, ANY, W4A8Config(64, 128, split=2, stages=4, stage_blocks=2)),
         (128, 12288, ANY, W4A8Config(128, 128, split=2, stages=4)),
         (128, ANY, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2)),
         (256, 6144, 8192, W4A8Config(64, 128, stages=4, stage_blocks=2)),
         (256, 6144, ANY, W4A8Config(128, 128, split=2, stages=4)),
-        (256, 24576, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2)),
+        (256, 24576, ANY, W4A8Config(128, 128)),
         (256, ANY, ANY, W4A8Config(256, 128, stages=4, parts=2)),
         (256, ANY, ANY, W4A8Config(256, 128, stages=4, parts=4)),
-        (512, 6144, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2)),
+        (512, 6144, ANY, W4A8Config(128, 128)),
         (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=2)),
         (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=4)),
         (ANY, ANY, ANY, W4A8Config(128, 128, share=2, stages=4, stage_blocks=2)),
