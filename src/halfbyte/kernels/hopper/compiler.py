@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 
@@ -37,6 +37,13 @@ class Source:
     @staticmethod
     def of(file: str, kernel: str, defines: Mapping[str, str | int], *mma: tuple[int, str, str]) -> Source:
         return Source(file, kernel, tuple(sorted(defines.items())), mma)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.file, self.kernel, self.defines, self.mma))
 
     @property
     def text(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Generic, TypeVar
 
 from halfbyte.kernels.hopper.blocks import ROWS, BlockFormat
@@ -170,6 +171,7 @@ class Table(Generic[Config]):
         return list(dict.fromkeys(row[3] for row in self.rows))
 
 
+@cache
 def fitted(config: Config, fmt: BlockFormat) -> Config | None:
     """With as many stages, up to the configuration's own, as fit into shared memory; none where two do not.
 

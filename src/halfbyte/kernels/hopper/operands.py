@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.hopper.blocks import INPUTS, ROWS, BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
-from halfbyte.kernels.hopper.config import TileConfig, ceil_div
+from halfbyte.kernels.hopper.config import Schedule, TileConfig, ceil_div
 from halfbyte.kernels.hopper.driver import Launch, function, pointer, tensor_map
 from halfbyte.kernels.hopper.workspace import FLAG_BYTES, space
 
@@ -18,7 +19,10 @@ NAMES = {torch.bfloat16: "Bf16", torch.float16: "Half", torch.float32: "Float"}
 """The types of ``hopper.cuh`` by dtype."""
 OUTPUTS = (torch.bfloat16, torch.float16)
 
-_RASTER = 16  # tiles of tokens that run together, so that weights are read once for them
+# Tiles of tokens run together, so that weights are read once for them: so many bytes of activations, which stay in the
+# second-level cache, and not more than so many tiles.
+_TOGETHER = 16 * 2**20
+_MOST_TILES = 8
 
 
 class Problem(ctypes.Structure):
@@ -45,13 +49,11 @@ class Linear:
         """Run the kernel on the current stream. arguments: what it takes between the maps and the problem."""
         with torch.cuda.device_of(self.out):
             maps = (self._x_map(), self._out_map())
-            problem, blocks = self._problem()
-            config = self.config
-            shape = Launch((blocks, 1, 1), config.threads, config.shared_bytes(self.fmt), config.cluster)
+            problem, shape = self._problem()
             given = (each if isinstance(each, ctypes.Array) else pointer(each) for each in arguments)
             function(source, self.out.device.index)(shape, [*maps, *given, problem])
 
-    def _problem(self) -> tuple[Problem, int]:
+    def _problem(self) -> tuple[Problem, Launch]:
         tokens, (rows64, blocks_k, _) = self.x.shape[0], self.weight.shape
         features = self.out.shape[1]
         config, address = self.config, None
@@ -59,10 +61,12 @@ class Linear:
             address = space(self.out.device.index, torch.cuda.current_stream().cuda_stream)
             if address is None:
                 config = replace(config, stream=False)
-        schedule = config.schedule(tokens, features, blocks_k, self.fmt)
-        numbers = (tokens, features, blocks_k, rows64, _RASTER)
+        schedule, shape = _shape(config, self.fmt, tokens, features, blocks_k)
+        of_tile = config.tokens * self.x.shape[1] * self.x.element_size()
+        raster = max(1, min(_TOGETHER // of_tile, _MOST_TILES))
         sums = address + FLAG_BYTES if address else None
-        return Problem(*numbers, schedule.streamed, schedule.quantum, sums, address), schedule.blocks
+        numbers = (tokens, features, blocks_k, rows64, raster, schedule.streamed, schedule.quantum)
+        return Problem(*numbers, sums, address), shape
 
     def _x_map(self) -> ctypes.Array:
         (tokens, inputs), size = self.x.shape, self.x.element_size()
@@ -74,6 +78,15 @@ class Linear:
         tokens, features = self.out.shape
         box = self.config.staged_tokens or self.config.tokens  # in the second case nothing is copied by it
         return tensor_map(self.out.data_ptr(), "bf16", tokens, features, features * 2, box, ROWS, 128)
+
+
+@lru_cache(maxsize=4096)
+def _shape(
+    config: TileConfig, fmt: BlockFormat, tokens: int, features: int, blocks_k: int
+) -> tuple[Schedule, Launch]:
+    schedule = config.schedule(tokens, features, blocks_k, fmt)
+    shared = config.shared_bytes(fmt)
+    return schedule, Launch((schedule.blocks, 1, 1), config.threads, shared, config.cluster)
 
 
 def require(op: str, *conditions: tuple[bool, str, torch.Tensor | None]) -> None:

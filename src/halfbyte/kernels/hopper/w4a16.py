@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from halfbyte.kernels.hopper.blocks import BlockFormat
@@ -76,6 +78,7 @@ def run_w4a16(
     linear.launch(w4a16_source(config, fmt, out.dtype), weight, bias, out)
 
 
+@cache
 def w4a16_source(config: W4A16Config, fmt: BlockFormat, dtype: torch.dtype) -> Source:
     """The kernel for one configuration and kind of weight."""
     defines = {

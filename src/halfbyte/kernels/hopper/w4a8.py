@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from halfbyte.kernels.hopper.blocks import BlockFormat
@@ -101,6 +103,7 @@ def _is_copied(sums: torch.Tensor) -> bool:
     return sums.stride(1) == 1 and sums.stride(0) % 4 == 0 and sums.data_ptr() % 16 == 0
 
 
+@cache
 def w4a8_source(config: W4A8Config, fmt: BlockFormat, out_dtype: torch.dtype) -> Source:
     """The kernel for one configuration and kind of weight."""
     columns = config.columns

@@ -70,7 +70,9 @@ class W4A8Config(TileConfig):
         if self.plain(fmt):
             total += offset + 16
         else:
-            total += (ceil_div(blocks * fmt.groups, SUMS_AT_ONCE) + 2) * self.tokens * 32 + self.warpgroups * offset
+            total += (
+                ceil_div(blocks * fmt.groups, SUMS_AT_ONCE) + 2
+            ) * self.tokens * 32 + self.warpgroups * offset
         total += self.warpgroups * self.tokens * 4
         return up(total + self.pipeline_bytes, 1024)
 

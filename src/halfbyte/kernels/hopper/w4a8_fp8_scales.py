@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from halfbyte.kernels.hopper.compiler import Source
@@ -79,6 +81,7 @@ def run_w4a8_fp8_scales(
     linear.launch(w4a8_fp8_scales_source(config, out.dtype), weight, channel_scale, x_scale, bias, out)
 
 
+@cache
 def w4a8_fp8_scales_source(config: W4A8Fp8ScalesConfig, out_dtype: torch.dtype) -> Source:
     """The kernel for one configuration."""
     defines = {
