@@ -130,9 +130,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
     while (schedule.next(segment)) {
         const int token_base = segment.token_base;
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
+        if (!STREAM || segment.k_begin == 0) {  // wanted at the end, by whoever finishes the tile
 #pragma unroll
-        for (int i = thread % 128; i < TOKENS; i += 128)  // wanted at the end
-            copy_number(shared_address(&shared.token_scale[warpgroup][i]), x_scale + token_base + i, token_base + i < p.tokens);
+            for (int i = thread % 128; i < TOKENS; i += 128)
+                copy_number(
+                    shared_address(&shared.token_scale[warpgroup][i]), x_scale + token_base + i, token_base + i < p.tokens);
+        }
         constexpr int SETS = AHEAD ? 2 : 1;
         float total[PARTS][PART_SUMS] = {}, sum[SUMS][PART_SUMS];
         float scale[SETS][GROUPS][2];  // of a block's groups, this thread's two rows
@@ -185,7 +188,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int g = i / 2 * 4 + lane % 4;
-                const float of = g < groups ? shared.offsets[warpgroup][g][row + i % 2 * 8].value() * (ZERO_POINTS ? 1.0f : HALF_CODE) : 0.0f;
+                const float kept = g < groups ? shared.offsets[warpgroup][g][row + i % 2 * 8].value() : 0.0f;
+                const float of = kept * (ZERO_POINTS ? 1.0f : HALF_CODE);
                 left[i] = __float_as_uint(of) + (ZERO_POINTS || !Scale::FITS_BF16 ? 0x1000 : 0);
             }
             __syncwarp();
@@ -301,13 +305,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             if (segment.k_end < p.blocks_k) take_sums(p, schedule, place, total_of);
         }
         copied_numbers();
+#pragma unroll
+        for (int i = thread % 128; i < TOKENS; i += 128)
+            shared.token_scale[warpgroup][i] *= 256;  // codes count in 1/256: w4a8_codes.py
         store_tile(
             pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
             [&](int n) { return bias && n < p.features ? bias[n].value() : 0.0f; },
-            [&](float value, int m, float bias_of) {  // codes count in 1/256: w4a8_codes.py
-                return fmaf(value, shared.token_scale[warpgroup][m] * 256, bias_of);
-            },
-            out);
+            [&](float value, int m, float bias_of) { return fmaf(value, shared.token_scale[warpgroup][m], bias_of); }, out);
     }
     finish_stores();
     leave_together();
