@@ -89,6 +89,20 @@ __device__ __forceinline__ float4 added(const float4* partial, int i) {
     return sum;
 }
 
+// A tile's tokens' scales to shared memory, for a warpgroup of whoever finishes the tile, while products run.
+__device__ __forceinline__ void fetch_scales(float (&to)[TOKENS], const float* x_scale, int token_base, const Problem& p) {
+#pragma unroll
+    for (int i = threadIdx.x % 128; i < TOKENS; i += 128)
+        copy_number(shared_address(&to[i]), x_scale + token_base + i, token_base + i < p.tokens);
+}
+
+// They are there, times `factor`, after the warpgroup has met.
+__device__ __forceinline__ void await_scales(float (&scales)[TOKENS], float factor) {
+    copied_numbers();
+#pragma unroll
+    for (int i = threadIdx.x % 128; i < TOKENS; i += 128) scales[i] *= factor;
+}
+
 // A finished tile to memory, by its warpgroups. of(j): this thread's sum j. of_feature(n): what `finished` wants to know
 // of feature n of the matrix. finished(sum, m, about): the result for token m of the tile and that feature.
 template <class Of, class OfFeature, class Finished>

@@ -20,8 +20,6 @@ constexpr bool ROUNDS = GROUPS == 1 && OCTET % (STAGES * STAGE_BLOCKS) == 0 && (
 constexpr int BLOCKS = ROUNDS ? OCTET : STAGES * STAGE_BLOCKS;
 constexpr int ROUND = BLOCKS * STEPS;
 constexpr float HALF_CODE = -0.5f / 256;
-// Whether offsets go through `sum`, so that the compiler is free to keep `total` where it likes: it fills the registers.
-constexpr bool APART = !PLAIN && SUMS == 1 && ACCUMULATORS + PART_SUMS > 160;
 // What is multiplied by the activations' sums: of a code without zero point its scale, in its own format.
 template <bool PRODUCTS>
 struct Offsets {
@@ -130,12 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
     while (schedule.next(segment)) {
         const int token_base = segment.token_base;
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
-        if (!STREAM || segment.k_begin == 0) {  // wanted at the end, by whoever finishes the tile
-#pragma unroll
-            for (int i = thread % 128; i < TOKENS; i += 128)
-                copy_number(
-                    shared_address(&shared.token_scale[warpgroup][i]), x_scale + token_base + i, token_base + i < p.tokens);
-        }
+        if (!STREAM || segment.k_begin == 0) fetch_scales(shared.token_scale[warpgroup], x_scale, token_base, p);
         constexpr int SETS = AHEAD ? 2 : 1;
         float total[PARTS][PART_SUMS] = {}, sum[SUMS][PART_SUMS];
         float scale[SETS][GROUPS][2];  // of a block's groups, this thread's two rows
@@ -195,16 +188,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             __syncwarp();
             const u64 tile = tile_of<32>(shared_address(shared.sums)) + (sums_place * SUM_BYTES >> 4);
             mma_fence();
-            if constexpr (APART) {
-                mma_tf32(sum[0], left, tile + part * COLUMNS * 2, false);
-                mma_commit();
-                mma_wait<0>();
-#pragma unroll
-                for (int j = 0; j < PART_SUMS; ++j) total[part][j] += sum[0][j];
-            } else {
-                mma_tf32(total[part], left, tile + part * COLUMNS * 2, true);
-                mma_commit();
-            }
+            mma_tf32(total[part], left, tile + part * COLUMNS * 2, true);
+            mma_commit();
         };
         auto leave_sums = [&] {
             if (!PLAIN)
@@ -304,10 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             }
             if (segment.k_end < p.blocks_k) take_sums(p, schedule, place, total_of);
         }
-        copied_numbers();
-#pragma unroll
-        for (int i = thread % 128; i < TOKENS; i += 128)
-            shared.token_scale[warpgroup][i] *= 256;  // codes count in 1/256: w4a8_codes.py
+        await_scales(shared.token_scale[warpgroup], 256);  // codes count in 1/256: w4a8_codes.py
         store_tile(
             pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
             [&](int n) { return bias && n < p.features ? bias[n].value() : 0.0f; },

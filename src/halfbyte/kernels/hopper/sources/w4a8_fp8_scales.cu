@@ -86,12 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
     while (schedule.next(segment)) {
         const int token_base = segment.token_base;
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
-        float of_token[(TOKENS + 127) / 128];  // read now, wanted at the end
-#pragma unroll
-        for (int i = 0; i < TOKENS; i += 128) {
-            const int token = token_base + i + thread % 128;
-            of_token[i / 128] = token < p.tokens ? x_scale[token] : 0.0f;
-        }
+        if (!STREAM || segment.k_begin == 0) fetch_scales(shared.token_scale[warpgroup], x_scale, token_base, p);
         float sum[ACCUMULATORS] = {};
 
         u32 a[SETS][4][4];
@@ -113,9 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
             }
             if (segment.k_end < p.blocks_k) take_sums(p, schedule, place, total_of);
         }
-#pragma unroll
-        for (int i = 0; i < TOKENS; i += 128)
-            if (i + thread % 128 < TOKENS) shared.token_scale[warpgroup][i + thread % 128] = of_token[i / 128];
+        await_scales(shared.token_scale[warpgroup], 1);
         struct OfFeature {
             float scale, bias;
         };
