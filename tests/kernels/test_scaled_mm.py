@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfbyte.formats.activations import quantize_activations
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
 from halfbyte.kernels.problem import LinearProblem
+from halfbyte.kernels.quantized_inputs import QuantizedInputs
 from halfbyte.kernels.reference import exact_weight, reference_linear
 from halfbyte.kernels.scaled_mm import ScaledMM
 from halfbyte.schemes import Scheme
@@ -65,7 +68,7 @@ def check(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name + scheme.weights.scale)
-@pytest.mark.parametrize("tokens", [0, 1, 7, 16, 17, 64, 257])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 16, 17, 64, 65, 257])
 def test_results_equal_the_reference(scheme: Scheme, tokens: int, device: torch.device) -> None:
     shape = (tokens, 80, 272)
     check(scheme, shape, torch.bfloat16, None, device)
@@ -91,3 +94,29 @@ def test_bad_inputs_stay_in_their_row(bad: float, device: torch.device) -> None:
     y = ScaledMM().run(x.to(device), prepared)
     assert not y[1].isfinite().any()
     assert torch.equal(y[[0, 2, 3, 4]], clean[[0, 2, 3, 4]])
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_per_tensor"])
+def test_few_rows_on_a_gpu_are_scaled_after_the_product(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[tuple[torch.dtype, int, int]] = []
+    multiply = torch._scaled_mm
+
+    def noted(a: Any, b: Any, scale_a: torch.Tensor, scale_b: torch.Tensor, **options: Any) -> torch.Tensor:
+        products.append((options["out_dtype"], scale_a.numel(), scale_b.numel()))
+        return multiply(a, b, scale_a, scale_b, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    scheme = settled(name)
+    single = name == "fp8_per_tensor"
+    with FakeTensorMode(), torch.device("cuda"):
+        scales = torch.empty(scheme.weights.scale_shape((32, 64)))
+        weight = QuantizedTensor(scheme.weights, torch.empty(32, 64, dtype=torch.float8_e4m3fn), scales)
+        problem = LinearProblem(scheme, 32, 64, torch.device("cuda"), torch.bfloat16)
+        prepared = ScaledMM().prepare(weight, problem)
+        for rows in (1, 64, 65):
+            codes = torch.empty(rows, 64, dtype=torch.float8_e4m3fn)
+            inputs = QuantizedInputs(codes, torch.empty((1,) if single else (rows, 1)), torch.empty(0))
+            y = ScaledMM().run_quantized(inputs, prepared, torch.empty(32, dtype=torch.bfloat16))
+            assert (y.dtype, y.shape) == (torch.bfloat16, (rows, 32))
+    whole = (torch.bfloat16, 1, 1) if single else (torch.bfloat16, 65, 32)
+    assert products == [*[whole if single else (torch.float32, 1, 1)] * 2, whole]

@@ -11,7 +11,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 import halfbyte.kernels.triton.activations
-import halfbyte.kernels.triton.norms  # noqa: F401
+import halfbyte.kernels.triton.norms
+import halfbyte.kernels.triton.scaled_product  # noqa: F401
 from tests.kernels.triton.exact import fma
 from tests.kernels.triton.runners import run
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import halfbyte.kernels.triton.activations
-import halfbyte.kernels.triton.norms  # noqa: F401
+import halfbyte.kernels.triton.norms
+import halfbyte.kernels.triton.scaled_product  # noqa: F401
 from tests.kernels.triton.rows import assert_same, hostile_rows, normal_rows
 from tests.kernels.triton.runners import Call, run
 
@@ -29,6 +30,7 @@ def calls(rows: int, columns: int = 4096, dtype: torch.dtype = torch.bfloat16) -
         ("add_rms_norm", (x, y, weight, 1e-5)),
         ("rms_norm_quantize_fp8", (x, weight, 1e-5, 128)),
         ("add_rms_norm_quantize_fp8", (x, y, weight, 1e-5, 128)),
+        ("scale_product", (x.float(), x[:, :1].float(), weight[None].float(), weight, dtype)),
     ]
 
 
