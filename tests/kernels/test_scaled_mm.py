@@ -97,7 +97,20 @@ def test_bad_inputs_stay_in_their_row(bad: float, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_per_tensor"])
-def test_few_rows_on_a_gpu_are_scaled_after_the_product(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rows", "out_features", "few"),
+    [
+        (1, 32, True),
+        (64, 32768, True),
+        (65, 32, True),
+        (65, 16384, False),
+        (2**15, 32, True),
+        (2**15 + 1, 32, False),
+    ],
+)
+def test_few_rows_on_a_gpu_are_scaled_after_the_product(
+    rows: int, out_features: int, few: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     products: list[tuple[torch.dtype, int, int]] = []
     multiply = torch._scaled_mm
 
@@ -109,14 +122,14 @@ def test_few_rows_on_a_gpu_are_scaled_after_the_product(name: str, monkeypatch: 
     scheme = settled(name)
     single = name == "fp8_per_tensor"
     with FakeTensorMode(), torch.device("cuda"):
-        scales = torch.empty(scheme.weights.scale_shape((32, 64)))
-        weight = QuantizedTensor(scheme.weights, torch.empty(32, 64, dtype=torch.float8_e4m3fn), scales)
-        problem = LinearProblem(scheme, 32, 64, torch.device("cuda"), torch.bfloat16)
+        shape = (out_features, 64)
+        scales = torch.empty(scheme.weights.scale_shape(shape))
+        weight = QuantizedTensor(scheme.weights, torch.empty(shape, dtype=torch.float8_e4m3fn), scales)
+        problem = LinearProblem(scheme, *shape, torch.device("cuda"), torch.bfloat16)
         prepared = ScaledMM().prepare(weight, problem)
-        for rows in (1, 64, 65):
-            codes = torch.empty(rows, 64, dtype=torch.float8_e4m3fn)
-            inputs = QuantizedInputs(codes, torch.empty((1,) if single else (rows, 1)), torch.empty(0))
-            y = ScaledMM().run_quantized(inputs, prepared, torch.empty(32, dtype=torch.bfloat16))
-            assert (y.dtype, y.shape) == (torch.bfloat16, (rows, 32))
-    whole = (torch.bfloat16, 1, 1) if single else (torch.bfloat16, 65, 32)
-    assert products == [*[whole if single else (torch.float32, 1, 1)] * 2, whole]
+        codes = torch.empty(rows, 64, dtype=torch.float8_e4m3fn)
+        inputs = QuantizedInputs(codes, torch.empty((1,) if single else (rows, 1)), torch.empty(0))
+        y = ScaledMM().run_quantized(inputs, prepared, torch.empty(out_features, dtype=torch.bfloat16))
+        assert (y.dtype, y.shape) == (torch.bfloat16, (rows, out_features))
+    scaled = (torch.bfloat16, 1, 1) if single else (torch.bfloat16, rows, out_features)
+    assert products == [(torch.float32, 1, 1) if few and not single else scaled]

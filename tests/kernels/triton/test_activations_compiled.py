@@ -20,9 +20,11 @@ ALL = (80, *FP8)
 WIDTHS = (64, 128, 576, 4096, 8192)
 
 
-def calls(columns: int, dtype: torch.dtype, group: int = 128) -> Iterator[tuple[Call, tuple[int, ...]]]:
+def calls(
+    columns: int, dtype: torch.dtype, group: int = 128, rows: int = 2
+) -> Iterator[tuple[Call, tuple[int, ...]]]:
     """Every op on rows of that length, and the compute capabilities that it is for."""
-    x, weight = torch.zeros(2, columns, dtype=dtype), torch.ones(columns, dtype=dtype)
+    x, weight = torch.zeros(rows, columns, dtype=dtype), torch.ones(columns, dtype=dtype)
     yield ("quantize_int8_per_token", (x,)), ALL
     yield ("rms_norm", (x, weight, 1e-5)), ALL
     yield ("add_rms_norm", (x, x, weight, 1e-5)), ALL
@@ -91,9 +93,10 @@ def test_nothing_spills(launched: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_long_rows_do_not_spill_either(launched: Any, dtype: torch.dtype) -> None:
-    for columns in (14336, 16384, 32768, 53248):
-        for call, _ in calls(columns, dtype):
+@pytest.mark.parametrize("rows", [1, 64, 256, 2048])
+def test_long_rows_do_not_spill_either(launched: Any, rows: int, dtype: torch.dtype) -> None:
+    for columns in (4096, 14336, 16384, 32768, 53248):
+        for call, _ in calls(columns, dtype, rows=rows):
             if columns <= 16384 or "norm" not in call[0]:
                 # In rows of several tiles two registers may make room, once for each tile.
                 allowed = 8 if columns > 32768 else 0

@@ -10,7 +10,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.triton.linear_conditions import name_of
-from halfbyte.kernels.triton.row_math import widened
 from halfbyte.kernels.triton.rows import check_rows, described, on_device, row_options
 
 # Small, so that even one token's columns occupy several multiprocessors.
@@ -43,7 +42,7 @@ def scale_product_kernel(
     values *= tl.load(channel_scale + columns, mask=inside, other=0.0)
     values *= tl.load(token_scale + row * token_stride)
     if bias is not None:
-        values += widened(tl.load(bias + columns, mask=inside, other=0.0))
+        values += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * COLUMNS + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
