@@ -46,8 +46,13 @@ def on_gpu(calls: Sequence[Call]) -> Results:
     for name, arguments in calls:
         moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
         poison(moved[0].numel())
-        results.append(tuple(out.cpu() for out in run(name, *moved)))
+        results.append(tuple(as_laid_out(out) for out in run(name, *moved)))
     return results
+
+
+def as_laid_out(out: torch.Tensor) -> torch.Tensor:
+    """On the CPU with the strides it has on the GPU, where a plain copy would lose them."""
+    return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype).copy_(out)
 
 
 def run(name: str, *arguments: Any) -> tuple[torch.Tensor, ...]:

@@ -72,7 +72,6 @@ EXACT = Table(
 ROUNDED = Table(
     (
         *_FEW_TOKENS,
-        (512, 12288, ANY, W4A16Config(256, 128, share=2, stages=2, rounded=True)),
         (512, ANY, ANY, W4A16Config(256, 128, stages=2, rounded=True)),
         (ANY, ANY, ANY, W4A16Config(256, 128, share=2, stages=2, rounded=True)),
         (ANY, ANY, ANY, W4A16Config(128, 128, stages=4, rounded=True)),
