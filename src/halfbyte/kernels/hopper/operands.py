@@ -56,12 +56,12 @@ class Linear:
     def _problem(self) -> tuple[Problem, Launch]:
         tokens, (rows64, blocks_k, _) = self.x.shape[0], self.weight.shape
         features = self.out.shape[1]
-        config, address = self.config, None
-        if config.stream:
+        config, case, address = self.config, (self.fmt, tokens, features, blocks_k), None
+        schedule, shape = _shape(config, *case)
+        if schedule.streamed:
             address = space(self.out.device.index, torch.cuda.current_stream().cuda_stream)
             if address is None:
-                config = replace(config, stream=False)
-        schedule, shape = _shape(config, self.fmt, tokens, features, blocks_k)
+                schedule, shape = _shape(replace(config, stream=False), *case)
         of_tile = config.tokens * self.x.shape[1] * self.x.element_size()
         raster = max(1, min(_TOGETHER // of_tile, _MOST_TILES))
         sums = address + FLAG_BYTES if address else None
