@@ -11,8 +11,11 @@ from typing import Any
 from halfbyte.errors import HalfbyteError
 
 _MOST_SHOWN = 40
+_TOO_DEEP = "its values are nested too deeply"
 # Whatever a time in microseconds or a side of a matrix is, it is less.
 _MOST = 10**12
+# A record has four levels. Without a limit of its own, what can be written again would depend on Python's.
+_MOST_LEVELS = 100
 
 Check = Callable[[Any], bool]
 
@@ -29,16 +32,26 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         _check(result)
-        # It may be written again. What else stands in it must allow that: no NaN, no nesting without end.
+        # It may be written again. What else stands in it must allow that: no nesting without end, no NaN.
+        if _has_more_levels(result, _MOST_LEVELS):
+            raise _NoRecordError(_TOO_DEEP)
         json.dumps(result, indent=1, allow_nan=False)
         return dict(result)
     except _NoRecordError as error:
         reason = f"{error}"
     except RecursionError:
-        reason = "its values are nested too deeply"
+        reason = _TOO_DEEP
     except ValueError as error:
         reason = str(error)
     raise HalfbyteError(f"{path} is no record: {reason}; accepted: what bench kernels wrote with --out")
+
+
+def _has_more_levels(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        containers = (each for each in level if isinstance(each, (dict, list)))
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+    return bool(level)
 
 
 def _check(result: Any) -> None:
