@@ -99,6 +99,16 @@ def test_kinds_of_weights(kernel: Kernel, group: int | None, symmetric: bool, sc
 
 
 @BOTH
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_many_tokens_on_many_features(kernel: Kernel, group: int, symmetric: bool) -> None:
+    weight = layer(kernel, 28672, 640, scheme(kernel, group, symmetric))
+    for tokens in (100, 200, 600):
+        x = torch.randn(tokens, 640, device=GPU, dtype=BF16) + 0.3
+        assert error(kernel, x, weight) < 3e-3, tokens
+
+
+@BOTH
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_half_precision(kernel: Kernel, symmetric: bool) -> None:
     weight = layer(kernel, 512, 1024, scheme(kernel, symmetric=symmetric), torch.float16)
@@ -135,7 +145,7 @@ def test_every_code_is_exact(kernel: Kernel, code: int) -> None:
     q.codes.fill_(code)
     q.scales.fill_(1)
     weight = prepared(kernel, q, of)
-    for tokens in (4, 100):
+    for tokens in (4, 100, 300):
         x = torch.randint(-3, 4, (tokens, 256), device=GPU).to(BF16)
         wanted = (x.double().sum(1, keepdim=True) * code).expand(-1, 128).to(BF16)
         if isinstance(kernel, HopperW4A16):

@@ -21,4 +21,5 @@ def shapes(run: Runner) -> list[tuple[int, int]]:
     if run is interpreted:
         return [(0, 576), (1, 4096), (2, 200), (5, 64), (11, 1000)]
     narrow = [(5, 9), (300, 64), *((m, 576) for m in (0, 1, 2, 7, 16, 17, 1000))]
-    return [*narrow, (1, 4096), (257, 4096), (1, 14336), (17, 14336)]
+    # Fewer rows have more threads: rows.py.
+    return [*narrow, (1, 4096), (64, 4096), (257, 4096), (600, 4096), (1, 14336), (17, 14336), (100, 14336)]

@@ -12,7 +12,7 @@ from tests.kernels.triton.rows import assert_same, hostile_rows, normal_rows
 from tests.kernels.triton.runners import Call, run
 
 pytestmark = pytest.mark.gpu
-ROWS = (1, 16, 257)
+ROWS = (1, 16, 64, 257)
 
 
 def calls(rows: int, columns: int = 4096, dtype: torch.dtype = torch.bfloat16) -> list[Call]:

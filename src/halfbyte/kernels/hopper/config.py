@@ -103,17 +103,18 @@ class TileConfig(ABC):
     def staged_bytes(self) -> int:
         """For sums on their way to other blocks, and for finished tokens on their way out: ``Staged``."""
         exchanged = self.tokens * self.rows * 4 if self.split > 1 else 0
-        return exchanged + (self._staged_at_once * self.rows * 2 if self.staged_tokens else 16)
+        return exchanged + (self._buffered_tokens * self.rows * 2 if self.staged_tokens else 16)
 
     @property
     def staged_tokens(self) -> int:
-        """How many finished tokens go out at once; none where blocks that divide K have no whole eights of tokens."""
+        """How many finished tokens one copy takes out; none where blocks that divide K have no whole eights of them."""
         if self.tokens // 8 % self.split:
             return 0
         return self._own_tokens if self._own_tokens <= 64 else 32
 
     @property
-    def _staged_at_once(self) -> int:
+    def _buffered_tokens(self) -> int:
+        """In all buffers."""
         own = self._own_tokens
         return own if own <= 64 else 64 if own <= 128 else 128
 

@@ -15,13 +15,17 @@ _ROUND = 8  # blocks of K that are unrolled, where a block is one group
 # Registers of a thread that multiplies, by rows of the tile, less those for addresses and the like.
 _REGISTERS = {64: 184, 128: 184, 192: 116, 256: 64}
 _MOST_REGISTERS = 208  # the same where plain codes leave nothing else to keep: of 128 rows
-_OFFSETS_PITCH = 72  # numbers from one group's offsets to the next one's
 _CODES = 16  # registers for one stage's codes
 
 
 @dataclass(frozen=True)
 class W4A8Config(TileConfig):
-    """See :class:`TileConfig`."""
+    """See :class:`TileConfig`.
+
+    halves: codes and a half are multiplied, also where a code serves many tokens.
+    """
+
+    halves: bool = False
 
     def sums(self, fmt: BlockFormat) -> int:
         """Two where one step can be promoted while the next one is multiplied."""
@@ -37,7 +41,7 @@ class W4A8Config(TileConfig):
         """Whether codes are multiplied as they are. Codes and a half are made in fewer operations, but take a product
         of their own with the activations' sums, as zero points do: better where a code serves few tokens.
         """
-        return fmt.zeros is None and self.tokens > 64
+        return fmt.zeros is None and self.tokens > 64 and not self.halves
 
     def _may_go_ahead(self, fmt: BlockFormat) -> bool:
         # For few tokens registers are better spent on more blocks, for many on longer steps.
@@ -64,15 +68,9 @@ class W4A8Config(TileConfig):
     def shared_bytes(self, fmt: BlockFormat) -> int:
         blocks = self.stages * self.stage_blocks
         total = up(blocks * self.tokens * INPUTS + self.staged_bytes, 128)
-        total = up(total + blocks * self.warpgroups * fmt.nbytes, 128)
-        total = up(total, 256)
-        offset = SUMS_AT_ONCE * _OFFSETS_PITCH * (4 if fmt.zeros is not None else fmt.scale.itemsize)
-        if self.plain(fmt):
-            total += offset + 16
-        else:
-            total += (
-                ceil_div(blocks * fmt.groups, SUMS_AT_ONCE) + 2
-            ) * self.tokens * 32 + self.warpgroups * offset
+        total = up(total + blocks * self.warpgroups * fmt.nbytes, 256)
+        octets = ceil_div(blocks * fmt.groups, SUMS_AT_ONCE) + 2
+        total += 16 if self.plain(fmt) else octets * self.tokens * 32
         total += self.warpgroups * self.tokens * 4
         return up(total + self.pipeline_bytes, 1024)
 
@@ -102,7 +100,8 @@ TABLE = Table(
         (128, 6144, 8192, W4A8Config(64, 64, stages=4, stage_blocks=2)),
         (128, 6144, ANY, W4A8Config(64, 128, split=2, stages=4, stage_blocks=2)),
         (128, 12288, ANY, W4A8Config(128, 128, split=2, stages=4)),
-        (128, ANY, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2)),
+        (128, 32768, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2, parts=2, halves=True)),
+        (128, ANY, ANY, W4A8Config(128, 128)),
         (256, 6144, 8192, W4A8Config(64, 128, stages=4, stage_blocks=2)),
         (256, 6144, ANY, W4A8Config(128, 128, split=2, stages=4)),
         (256, 24576, ANY, W4A8Config(128, 128)),
@@ -111,6 +110,5 @@ TABLE = Table(
         (512, 6144, ANY, W4A8Config(128, 128)),
         (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=2)),
         (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=4)),
-        (ANY, ANY, ANY, W4A8Config(128, 128, share=2, stages=4, stage_blocks=2)),
     )
 )

@@ -223,7 +223,8 @@ def _gated(op: str, gate: torch.Tensor, up: torch.Tensor, activation: str) -> to
     if rows:
         tile = min(triton.next_power_of_2(columns), _GATED_TILE)
         with on_device(gate):
-            gated_kernel[(rows, -(-columns // tile))](
+            tiles = -(-columns // tile)
+            gated_kernel[(rows, tiles)](
                 gate,
                 up,
                 out,
@@ -232,7 +233,7 @@ def _gated(op: str, gate: torch.Tensor, up: torch.Tensor, activation: str) -> to
                 COLUMNS=columns,
                 TILE=tile,
                 ACTIVATION=activation,
-                **row_options(gate, tile),
+                **row_options(gate, tile, rows * tiles),
             )
     return out
 

@@ -54,21 +54,21 @@ def fp8_outputs(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.T
     )
 
 
-def row_options(x: torch.Tensor, tile: int) -> dict[str, Any]:
+def row_options(x: torch.Tensor, tile: int, programs: int | None = None) -> dict[str, Any]:
     """Launch options and constants for programs that hold ``tile`` values of ``x`` at a time.
 
-    Where there are rows for all multiprocessors and more, a thread holds 16 values, and up to 32 of a long row, where
-    the registers of a multiprocessor could otherwise not hold the next row too. Of fewer rows it holds less, so
-    that more of a row is on its way from memory at once (measured on an H200).
+    programs: how many there are; one for each row. Where there are some for all multiprocessors and more, a thread
+    holds 16 values, and up to 32 of a long row, where the registers of a multiprocessor could otherwise not hold the
+    next row too. Of fewer it holds less, so that more of a row is on its way from memory at once (measured on an H200).
     """
-    overlap = _overlaps(x.device)
-    rows, warp = x.shape[0], 32
-    if rows > 512:
+    overlap, warp = _overlaps(x.device), 32
+    programs = x.shape[0] if programs is None else programs
+    if programs > 512:
         warps = max(min(16, tile // (16 * warp)), tile // (32 * warp))
-    elif rows > 128:
-        warps = min(16, tile // (8 * warp))
+    elif programs > 128:
+        warps = max(min(16, tile // (8 * warp)), tile // (32 * warp))
     else:
-        warps = min(32, tile // ((4 if rows > 32 else 8) * warp))
+        warps = min(32, tile // ((4 if programs > 32 else 8) * warp))
     return {
         "num_warps": max(1, warps),
         "PDL": overlap,

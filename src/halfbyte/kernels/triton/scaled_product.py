@@ -67,7 +67,8 @@ def scale_product(
     if rows:
         tile = min(triton.next_power_of_2(columns), _LARGEST_TILE)
         with on_device(product):
-            scale_product_kernel[(rows, -(-columns // tile))](
+            tiles = -(-columns // tile)
+            scale_product_kernel[(rows, tiles)](
                 product.contiguous(),
                 token_scale.contiguous(),
                 channel_scale.contiguous(),
@@ -76,7 +77,7 @@ def scale_product(
                 0 if token_scale.numel() == 1 else 1,
                 COLUMNS=columns,
                 TILE=tile,
-                **row_options(product, tile),
+                **row_options(product, tile, rows * tiles),
             )
     return out
 

@@ -130,7 +130,7 @@ __device__ __forceinline__ float4 load_shared_by_blocks(const float4* from) {
     return value;
 }
 
-// ---- Copies by the tensor memory accelerator: called by a whole warp, issued once ---------------------------
+// ---- Copies by each thread ----------------------------------------------------------------------------------
 
 // Four bytes past the registers, or zero; `copied_numbers` waits for all that this thread has asked for.
 __device__ __forceinline__ void copy_number(u32 to, const float* from, bool is_there) {
@@ -138,6 +138,8 @@ __device__ __forceinline__ void copy_number(u32 to, const float* from, bool is_t
 }
 
 __device__ __forceinline__ void copied_numbers() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ---- Copies by the tensor memory accelerator: called by a whole warp, issued once ---------------------------
 
 #define HALFBYTE_ELECTED "{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one "
 

@@ -1,12 +1,12 @@
 // INT4 weights x FP8 activations, exact group scales: out[m, n] = x_scale[m] sum_k x[m, k] w[n, k] (+ bias[n]).
 //
-// Each group of inputs is multiplied unscaled into `sum`, then added times its scale to `total`. A code c is multiplied
-// as c + 1/2 (w4a8_codes.py); what that is too much, and zero points, are the product of `offsets` (scale times
-// -(zero point + 1/2)) and the activations' sums over each group, in TF32, eight groups at a time.
+// Each group of inputs is multiplied unscaled into `sum`, then added times its scale to `total`. With PLAIN a code c is
+// multiplied as it is, else as c + 1/2 (w4a8_codes.py); what that is too much, and zero points, are the product of
+// `offsets` (scale times -(zero point + 1/2)) and the activations' sums over each group, in TF32, eight groups at a time.
 #include "linear.cuh"
 
 constexpr int OCTET = 8;                // groups whose offsets are multiplied at once
-constexpr int SUM_BYTES = TOKENS * 32;  // of an octet
+constexpr int SUM_BYTES = PLAIN ? 16 : TOKENS * 32;  // of an octet
 // Places for octets: of the stages in flight, of the octet in use, and of the one before it: a stage is left before the
 // offsets of the octet that it ends are multiplied.
 constexpr int SUM_TILES = PLAIN ? 1 : (STAGES * STAGE_BLOCKS * GROUPS + OCTET - 1) / OCTET + 2;
@@ -20,19 +20,6 @@ constexpr bool ROUNDS = GROUPS == 1 && OCTET % (STAGES * STAGE_BLOCKS) == 0 && (
 constexpr int BLOCKS = ROUNDS ? OCTET : STAGES * STAGE_BLOCKS;
 constexpr int ROUND = BLOCKS * STEPS;
 constexpr float HALF_CODE = -0.5f / 256;
-// What is multiplied by the activations' sums: of a code without zero point its scale, in its own format.
-template <bool PRODUCTS>
-struct Offsets {
-    using Kept = Scale;
-    static __device__ __forceinline__ Kept of(Scale scale, const Half&) { return scale; }
-};
-template <>
-struct Offsets<true> {
-    using Kept = Float;
-    static __device__ __forceinline__ Kept of(Scale scale, const Half& zero) { return {scale.value() * zero.value()}; }
-};
-using Offset = Offsets<ZERO_POINTS>::Kept;
-constexpr int OFFSETS_PITCH = 72;  // of 64 rows: four groups' lie in different banks
 static_assert(STAGE_BLOCKS * GROUPS <= OCTET, "not more than one octet comes with a stage");
 static_assert(!AHEAD || (ROUNDS && FLIGHT <= STEPS), "a block's codes are free while the next one is multiplied");
 
@@ -42,8 +29,7 @@ struct Shared {
     alignas(1024) u8 x[STAGES][STAGE_BLOCKS * TOKENS * 128];
     Staged staged;
     alignas(128) u8 weights[STAGES][WARPGROUPS][STAGE_BLOCKS * BLOCK_BYTES];
-    alignas(256) u8 sums[PLAIN ? 1 : SUM_TILES * SUM_BYTES];
-    Offset offsets[PLAIN ? 1 : WARPGROUPS][OCTET][OFFSETS_PITCH];
+    alignas(256) u8 sums[SUM_TILES][SUM_BYTES];
     float token_scale[WARPGROUPS][TOKENS];
     Pipeline pipeline;
 };
@@ -83,7 +69,7 @@ struct Sums {
     __device__ __forceinline__ int bytes(int done) const { return are_due(done) ? SUM_BYTES : 0; }
     __device__ __forceinline__ void load(int done, int k, int token_base, u32 barrier) {
         if (!are_due(done)) return;
-        copy_tile(shared_address(shared.sums) + place * SUM_BYTES, map, k * GROUPS, token_base, barrier);
+        copy_tile(shared_address(shared.sums[place]), map, k * GROUPS, token_base, barrier);
         if (++place == SUM_TILES) place = 0;
     }
 };
@@ -131,11 +117,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
         if (!STREAM || segment.k_begin == 0) fetch_scales(shared.token_scale[warpgroup], x_scale, token_base, p);
         constexpr int SETS = AHEAD ? 2 : 1;
         float total[PARTS][PART_SUMS] = {}, sum[SUMS][PART_SUMS];
-        float scale[SETS][GROUPS][2];  // of a block's groups, this thread's two rows
+        float scale[SETS][GROUPS][2], offset[SETS][GROUPS][2];  // of a block's groups, this thread's two rows
         u32 a[SETS][4][4];
+        float kept[2][2] = {};  // of an octet's offsets what is this thread's part of the left operand: two groups
 
-        // A block's codes and scales; its first group is number `first` of its octet.
-        auto take = [&](int block, int first) {
+        auto take = [&](int block) {
             const int stage = stage_of(block), set = block % SETS;
             if (block % STAGE_BLOCKS == 0) barrier_wait(shared_address(&pipeline.full[stage]), phases.next(stage));
             const u8* from = shared.weights[stage][warpgroup] + block % STAGE_BLOCKS * BLOCK_BYTES;
@@ -145,11 +131,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
             for (int i = 0; i < 2 * GROUPS; ++i) {
                 const int g = i / 2, half = i % 2;
-                const Scale of_row = scales[g * 64 + half * 8];
-                scale[set][g][half] = of_row.value();
-                if constexpr (PLAIN) continue;
-                const Offset offset = Offsets<ZERO_POINTS>::of(of_row, zeros[ZERO_POINTS ? g * 64 + half * 8 : 0]);
-                if (lane % 4 == 0) shared.offsets[warpgroup][first + g][row + half * 8] = offset;
+                const float of_row = scales[g * 64 + half * 8].value();
+                scale[set][g][half] = of_row;
+                offset[set][g][half] = ZERO_POINTS ? of_row * zeros[g * 64 + half * 8].value() : of_row;
             }
         };
         // last: of its stage, or of all.
@@ -173,36 +157,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
             for (int j = 0; j < PART_SUMS; ++j) total[r % PARTS][j] += of_rows[j / 2 % 2] * sum[r % SUMS][j];
         };
-        // The offsets of one part's tokens, of the octet's first `groups`. TF32 leaves off bits: what is longer is rounded.
-        auto multiply_offsets = [&](int part, int groups) {
+        auto keep = [&](u32 in_octet, const float(&of)[2]) {
             if constexpr (PLAIN) return;
-            u32 left[4];
-            __syncwarp();
+            if (in_octet % 4 != lane % 4u) return;
+            if (in_octet < 4) kept[0][0] = of[0], kept[0][1] = of[1];
+            if (in_octet >= 4) kept[1][0] = of[0], kept[1][1] = of[1];
+        };
+        auto forget = [&] {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int g = i / 2 * 4 + lane % 4;
-                const float kept = g < groups ? shared.offsets[warpgroup][g][row + i % 2 * 8].value() : 0.0f;
-                const float of = kept * (ZERO_POINTS ? 1.0f : HALF_CODE);
-                left[i] = __float_as_uint(of) + (ZERO_POINTS || !Scale::FITS_BF16 ? 0x1000 : 0);
+            for (int i = 0; i < 4; ++i) kept[i / 2][i % 2] = 0;
+        };
+        // The offsets of one part's tokens, of all or of this part. TF32 leaves off bits: what is longer is rounded.
+        auto multiply_offsets = [&](int part, u32(&offsets)[4]) {
+            if constexpr (PLAIN) return;
+            if (part == 0) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float of = kept[i / 2][i % 2] * (ZERO_POINTS ? 1.0f : HALF_CODE);
+                    offsets[i] = __float_as_uint(of) + (ZERO_POINTS || !Scale::FITS_BF16 ? 0x1000 : 0);
+                }
             }
-            __syncwarp();
-            const u64 tile = tile_of<32>(shared_address(shared.sums)) + (sums_place * SUM_BYTES >> 4);
+            const u64 tile = tile_of<32>(shared_address(shared.sums[0])) + (sums_place * SUM_BYTES >> 4);
             mma_fence();
-            mma_tf32(total[part], left, tile + part * COLUMNS * 2, true);
+            mma_tf32(total[part], offsets, tile + part * COLUMNS * 2, true);
             mma_commit();
         };
         auto leave_sums = [&] {
-            if (!PLAIN)
-                if (++sums_place == SUM_TILES) sums_place = 0;
+            if (++sums_place == SUM_TILES) sums_place = 0;
         };
 
         int left = segment.k_end - segment.k_begin;  // a cluster's block may have nothing to do
-        if (left > 0) take(0, 0);
-        // A block whose codes have been taken, by itself.
-        auto whole_block = [&](int block) {
+        if (left > 0) take(0);
+        u32 offsets[4];
+        // A block whose codes have been taken, by itself. in_octet: where its first group is.
+        auto whole_block = [&](int block, u32 in_octet) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 const int r = block * STEPS + step;
+                if (r % PARTS == 0) keep(in_octet + step / PARTS, offset[block % SETS][step / PARTS]);
                 multiply(r);
                 if (step < FLIGHT) continue;
                 mma_wait<FLIGHT>();
@@ -213,16 +205,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             for (int before = FLIGHT < STEPS ? FLIGHT : STEPS; before > 0; --before) promote((block + 1) * STEPS - before);
             leave(block, left == 1);
         };
-        auto whole_offsets = [&](int groups) {
+        auto whole_offsets = [&] {
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) multiply_offsets(part, groups);
+            for (int part = 0; part < PARTS; ++part) multiply_offsets(part, offsets);
             mma_wait<0>();
             leave_sums();
         };
         if constexpr (ROUNDS) {
+            if (left >= BLOCKS) keep(0, offset[0][0]);
             for (; left >= BLOCKS; left -= BLOCKS) {  // no branches inside: products in flight do not outlive a round
                 auto take_if_any = [&](int block) {
-                    if (block < BLOCKS || (block == BLOCKS && left > BLOCKS)) take(block % BLOCKS, block % BLOCKS);
+                    if (block < BLOCKS || (block == BLOCKS && left > BLOCKS)) {
+                        take(block % BLOCKS);
+                        keep(block % BLOCKS, offset[block % SETS][0]);
+                    }
                 };
                 // Step r is multiplied. The offsets are multiplied under the last blocks' codes, as soon as the last
                 // one's scales are there: all parts at once, or each between two steps of its own.
@@ -230,14 +226,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                     const int block = r / STEPS, part = r % PARTS;
                     const bool ends = part == PARTS - 1;
                     promote(r);
-                    if (FLIGHT == 0 && block == BLOCKS - (AHEAD ? 2 : 1)) multiply_offsets(part, OCTET);
+                    if (FLIGHT == 0 && block == BLOCKS - (AHEAD ? 2 : 1)) multiply_offsets(part, offsets);
                     if (!ends) return;
                     leave(block, false);
                     if (!AHEAD) take_if_any(block + 1);
                     if (FLIGHT > 0) take_if_any(block + 2);
                     if (FLIGHT > 0 && block == BLOCKS - 3) {
 #pragma unroll
-                        for (int i = 0; i < PARTS; ++i) multiply_offsets(i, OCTET);
+                        for (int i = 0; i < PARTS; ++i) multiply_offsets(i, offsets);
                     }
                 };
 #pragma unroll
@@ -253,30 +249,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
                 for (int r = ROUND - FLIGHT; r < ROUND; ++r) finish(r);
                 leave_sums();
             }
+            forget();  // groups that the last octet lacks have offsets of zero
             if (left > 0) {
-                const int groups = left;
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) {
-                    whole_block(block);
+                    whole_block(block, block);
                     if (left == 1) break;
-                    take((block + 1) % BLOCKS, block + 1);
+                    take((block + 1) % BLOCKS);
                     --left;
                 }
-                whole_offsets(groups);
+                whole_offsets();
             }
         } else {
-            int in_octet = 0;
+            u32 in_octet = 0;
             while (left > 0) {
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) {
-                    whole_block(block);
+                    whole_block(block, in_octet);
                     in_octet += GROUPS;
                     if (in_octet == OCTET || left == 1) {
-                        whole_offsets(in_octet);
+                        whole_offsets();
+                        forget();
                         in_octet = 0;
                     }
                     if (--left == 0) break;
-                    take((block + 1) % BLOCKS, in_octet);
+                    take((block + 1) % BLOCKS);
                 }
             }
         }
