@@ -127,6 +127,18 @@ __device__ __forceinline__ int start(Pipeline& pipeline) {
     return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0) - CONSUMERS / 32;
 }
 
+// What a warp does that loads. more: as `load_tokens` takes it.
+template <int BOXES, class Shared, class More>
+__device__ __forceinline__ void feed(
+    int role, Shared& shared, const Problem& p, const Place& place, const u8* weights, const TensorMap& x_map, More more) {
+    if (role == 0) load_weights(shared.pipeline, shared.weights, p, place, weights);
+    if (role == 1)
+        load_tokens<BOXES>(shared.pipeline, shared.x, p, place, x_map, more);
+    else if (SHARE > 1)
+        cluster_wait();
+    leave_together();
+}
+
 // A warpgroup's products of `blocks` blocks of K whose sums stay in the tensor cores, each in STEPS steps. SETS: how many
 // steps' codes have registers of their own: the next step's are converted while this one's and the one before are
 // multiplied. take(stage, step, set): converts codes. multiply(stage, step, set): begins products and commits them.

@@ -60,6 +60,19 @@ __device__ __forceinline__ void take_sums(const Problem& p, const Schedule& sche
     }
 }
 
+// Whether this cluster finishes the segment's tile. If not, its sums are there for the cluster that does; if so, others'
+// have been added to its own.
+template <class Of>
+__device__ __forceinline__ bool finishes(
+    const Problem& p, const Schedule& schedule, const Place& place, const Segment& segment, Of of) {
+    if (segment.k_begin > 0) {
+        give_sums(p, of);
+        return false;
+    }
+    if (segment.k_end < p.blocks_k) take_sums(p, schedule, place, of);
+    return true;
+}
+
 // Parts of sums to the blocks that add them up, and this block's back. of(j): this thread's sum j. Returns where they are:
 // quad i of this block's share is the sum of `SPLIT` quads, QUADS / SPLIT apart.
 template <class Of>

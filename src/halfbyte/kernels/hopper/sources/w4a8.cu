@@ -87,12 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
     const int role = start(pipeline);
     if (role >= 0) {
         give_registers<PRODUCER_REGISTERS>();
-        if (role == 0) load_weights(pipeline, shared.weights, p, place, weights);
-        if (role == 1)
-            load_tokens<1>(pipeline, shared.x, p, place, x_map, Sums{shared, sums_map});
-        else if (SHARE > 1)
-            cluster_wait();
-        leave_together();
+        feed<1>(role, shared, p, place, weights, x_map, Sums{shared, sums_map});
         return;
     }
 
@@ -279,13 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
         }
 
         auto total_of = [&](int j) -> float& { return total[j / PART_SUMS][j % PART_SUMS]; };
-        if constexpr (STREAM) {
-            if (segment.k_begin > 0) {
-                give_sums(p, total_of);
-                continue;
-            }
-            if (segment.k_end < p.blocks_k) take_sums(p, schedule, place, total_of);
-        }
+        if constexpr (STREAM)
+            if (!finishes(p, schedule, place, segment, total_of)) continue;
         await_scales(shared.token_scale[warpgroup], 256);  // codes count in 1/256: w4a8_codes.py
         store_tile(
             pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
