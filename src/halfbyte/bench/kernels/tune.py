@@ -28,6 +28,7 @@ _MANY = (
     (64, 128, 1),
     (128, 64, 1),
     (128, 128, 1),
+    (128, 128, 2),
     (256, 128, 1),
     (256, 128, 2),
     (256, 128, 4),
@@ -58,7 +59,11 @@ def subjects() -> dict[str, Subject]:
     """By op."""
     return {
         "w4a8_linear": Subject(
-            HopperW4A8(), "w4a8", (w4a8_config.W4A8Config,), w4a8_config.TABLE, _bind_w4a8
+            HopperW4A8(),
+            "w4a8",
+            (w4a8_config.W4A8Config, partial(w4a8_config.W4A8Config, halves=True)),
+            w4a8_config.TABLE,
+            _bind_w4a8,
         ),
         "w4a16_linear": Subject(
             HopperW4A16(),

@@ -15,6 +15,7 @@ _ROUND = 8  # blocks of K that are unrolled, where a block is one group
 # Registers of a thread that multiplies, by rows of the tile, less those for addresses and the like.
 _REGISTERS = {64: 184, 128: 184, 192: 116, 256: 64}
 _MOST_REGISTERS = 208  # the same where plain codes leave nothing else to keep: of 128 rows
+_FEW_TOKENS = 64  # of a tile: up to so many, codes and a half are better
 _CODES = 16  # registers for one stage's codes
 
 
@@ -22,7 +23,7 @@ _CODES = 16  # registers for one stage's codes
 class W4A8Config(TileConfig):
     """See :class:`TileConfig`.
 
-    halves: codes and a half are multiplied, also where a code serves many tokens.
+    halves: codes and a half are multiplied, also where a code serves many tokens; for few they always are.
     """
 
     halves: bool = False
@@ -41,7 +42,7 @@ class W4A8Config(TileConfig):
         """Whether codes are multiplied as they are. Codes and a half are made in fewer operations, but take a product
         of their own with the activations' sums, as zero points do: better where a code serves few tokens.
         """
-        return fmt.zeros is None and self.tokens > 64 and not self.halves
+        return fmt.zeros is None and self.tokens > _FEW_TOKENS and not self.halves
 
     def _may_go_ahead(self, fmt: BlockFormat) -> bool:
         # For few tokens registers are better spent on more blocks, for many on longer steps.
@@ -57,6 +58,8 @@ class W4A8Config(TileConfig):
     def takes(self, fmt: BlockFormat) -> bool:
         most = _MOST_REGISTERS if self.plain(fmt) and fmt.groups == 1 and self.rows <= 128 else self._most
         fits = self._registers(1, 1) <= most and (self.tokens <= 128 or self.split == 1)
+        if self.halves and self.tokens <= _FEW_TOKENS:
+            return False  # the same kernel as without
         if self.rows == 256 and fmt.groups > 1:
             return False  # some versions of NVRTC run out of registers
         return fits and (fmt.groups > 1 or _ROUND % (self.stages * self.stage_blocks) == 0)

@@ -28,7 +28,7 @@ from halfbyte.kernels.triton.row_math import (
     tile_columns,
     widened,
 )
-from halfbyte.kernels.triton.rows import check_fp8, check_rows, fp8_outputs, on_device, row_options
+from halfbyte.kernels.triton.rows import check_fp8, check_rows, cut_rows, fp8_outputs, on_device, row_options
 
 # Values of a row that a program holds at a time, by bytes of a value. Longer rows are read twice.
 _LARGEST_TILE = {2: 32768, 4: 16384}
@@ -219,21 +219,18 @@ def _int8_outputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _gated(op: str, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     check_rows(op, gate, up)
     out = _gated_output(gate, up)
-    rows, columns = gate.shape
-    if rows:
-        tile = min(triton.next_power_of_2(columns), _GATED_TILE)
+    if gate.shape[0]:
+        grid, options = cut_rows(gate, _GATED_TILE)
         with on_device(gate):
-            tiles = -(-columns // tile)
-            gated_kernel[(rows, tiles)](
+            gated_kernel[grid](
                 gate,
                 up,
                 out,
                 gate.stride(0),
                 up.stride(0),
-                COLUMNS=columns,
-                TILE=tile,
+                COLUMNS=gate.shape[1],
                 ACTIVATION=activation,
-                **row_options(gate, tile, rows * tiles),
+                **options,
             )
     return out
 

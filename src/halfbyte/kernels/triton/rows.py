@@ -76,6 +76,14 @@ def row_options(x: torch.Tensor, tile: int, programs: int | None = None) -> dict
     }
 
 
+def cut_rows(x: torch.Tensor, largest: int) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid (rows, parts of a row) and ``TILE`` with the options, for programs of up to ``largest`` values."""
+    rows, columns = x.shape
+    tile = min(triton.next_power_of_2(columns), largest)
+    parts = triton.cdiv(columns, tile)
+    return (rows, parts), {"TILE": tile, **row_options(x, tile, rows * parts)}
+
+
 def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
     """Within it kernels run on the device of ``x``, whichever is current."""
     return torch.cuda.device_of(x)

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.triton.linear_conditions import name_of
-from halfbyte.kernels.triton.rows import check_rows, described, on_device, row_options
+from halfbyte.kernels.triton.rows import check_rows, cut_rows, described, on_device
 
 # Small, so that even one token's columns occupy several multiprocessors.
 _LARGEST_TILE = 1024
@@ -63,21 +63,18 @@ def scale_product(
     _check_scales(product, token_scale, channel_scale)
     _check_result(product, bias, dtype)
     out = product.new_empty(product.shape, dtype=dtype)
-    rows, columns = product.shape
-    if rows:
-        tile = min(triton.next_power_of_2(columns), _LARGEST_TILE)
+    if product.shape[0]:
+        grid, options = cut_rows(product, _LARGEST_TILE)
         with on_device(product):
-            tiles = -(-columns // tile)
-            scale_product_kernel[(rows, tiles)](
+            scale_product_kernel[grid](
                 product.contiguous(),
                 token_scale.contiguous(),
                 channel_scale.contiguous(),
                 None if bias is None else bias.contiguous(),
                 out,
                 0 if token_scale.numel() == 1 else 1,
-                COLUMNS=columns,
-                TILE=tile,
-                **row_options(product, tile, rows * tiles),
+                COLUMNS=product.shape[1],
+                **options,
             )
     return out
 
