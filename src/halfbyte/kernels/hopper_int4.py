@@ -13,6 +13,7 @@ from halfbyte.formats.scales import FLOAT_SCALE_DTYPES
 from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.hopper import w4a8_codes, w4a16_codes
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat, pack_blocks, unpack_blocks
+from halfbyte.kernels.hopper.w4a8_scales import normalized
 from halfbyte.kernels.hopper.workspace import reserve
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
 from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group
@@ -31,16 +32,16 @@ class _HopperInt4(ABC):
         """Whether the scheme's activations are the kernel's, and what those are."""
 
     @abstractmethod
-    def _zeros_dtype(self, problem: LinearProblem) -> torch.dtype:
-        """Of zero points in a block."""
+    def _format(self, problem: LinearProblem, is_normalized: bool, zero_points: bool) -> BlockFormat:
+        """What blocks hold."""
 
     @abstractmethod
-    def _pack(self, fmt: BlockFormat, q: QuantizedTensor) -> torch.Tensor:
-        """q: one scale and zero point for each of the kernel's groups."""
+    def _pack(self, problem: LinearProblem, q: QuantizedTensor) -> dict[str, torch.Tensor]:
+        """The blocks, "weight", and what goes with them. q: a scale and zero point for each of the kernel's groups."""
 
     @abstractmethod
     def _unpack(
-        self, fmt: BlockFormat, weight: torch.Tensor, shape: tuple[int, int]
+        self, prepared: Prepared, shape: tuple[int, int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Codes, scales and zero points."""
 
@@ -72,19 +73,19 @@ class _HopperInt4(ABC):
         def repeated(values: torch.Tensor) -> torch.Tensor:
             return values.repeat_interleave(repeats, 1)[:, :groups]
 
-        fmt = self._format(problem, q.zero_points is not None)
         zeros = None if q.zero_points is None else repeated(q.zero_points)
-        weight = self._pack(fmt, QuantizedTensor(q.format, q.codes, repeated(q.scales), zeros))
+        tensors = self._pack(problem, QuantizedTensor(q.format, q.codes, repeated(q.scales), zeros))
+        device = tensors["weight"].device
         # A layer's first blocks are read before the kernel ahead of it has ended, and that one may be the packing.
-        if weight.is_cuda:
-            torch.cuda.current_stream(weight.device).synchronize()
-            reserve(weight.device.index)
-        return Prepared(problem, {"weight": weight}, input_scale)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+            reserve(device.index)
+        return Prepared(problem, tensors, input_scale)
 
     def restore(self, prepared: Prepared) -> QuantizedTensor:
         problem, repeats = prepared.problem, _repeats(prepared.problem)
         shape = (problem.out_features, problem.in_features)
-        codes, scales, zeros = self._unpack(self.block_format(prepared), prepared.tensors["weight"], shape)
+        codes, scales, zeros = self._unpack(prepared, shape)
         return QuantizedTensor(
             problem.scheme.weights,
             codes,
@@ -94,37 +95,43 @@ class _HopperInt4(ABC):
 
     def block_format(self, prepared: Prepared) -> BlockFormat:
         """What the prepared weight's blocks hold."""
-        with_zeros = self._format(prepared.problem, True)
+        is_normalized = "row_factors" in prepared.tensors
+        with_zeros = self._format(prepared.problem, is_normalized, True)
         if prepared.tensors["weight"].shape[2] == with_zeros.nbytes:
             return with_zeros
-        return self._format(prepared.problem, False)
-
-    def _format(self, problem: LinearProblem, zero_points: bool) -> BlockFormat:
-        scale = FLOAT_SCALE_DTYPES[problem.scheme.weights.scale]
-        zeros = self._zeros_dtype(problem) if zero_points else None
-        return BlockFormat(sum_group(problem.scheme), scale, zeros)
+        return self._format(prepared.problem, is_normalized, False)
 
 
 class HopperW4A8(QuantizesTokens, _HopperInt4):
-    """E4M3 inputs with a dynamic scale per token, by ``hopper/sources/w4a8.cu``."""
+    """E4M3 inputs with a dynamic scale per token, by ``hopper/sources/w4a8.cu``. Sums of many tokens are kept in fp16
+    where results are bf16 and scales allow it, in fp32 elsewhere.
+    """
 
     name = "hopper-w4a8"
+    _fp16_sums = True
 
     def _takes_activations(self, problem: LinearProblem) -> tuple[bool, str]:
         return problem.scheme.activations == FP8_TOKEN, "inputs must be E4M3 with a dynamic scale per token"
 
-    def _zeros_dtype(self, problem: LinearProblem) -> torch.dtype:
-        return torch.float16
+    def _format(self, problem: LinearProblem, is_normalized: bool, zero_points: bool) -> BlockFormat:
+        return w4a8_codes.block_format(sum_group(problem.scheme), is_normalized, zero_points)
 
-    def _pack(self, fmt: BlockFormat, q: QuantizedTensor) -> torch.Tensor:
+    def _pack(self, problem: LinearProblem, q: QuantizedTensor) -> dict[str, torch.Tensor]:
+        scales, factors = normalized(q.scales) or (q.scales.float(), None)
         zeros = None if q.zero_points is None else w4a8_codes.pack_zeros(q.zero_points)
-        return pack_blocks(fmt, q.codes, w4a8_codes.pack_codes, q.scales, zeros)
+        fmt = self._format(problem, factors is not None, zeros is not None)
+        weight = pack_blocks(fmt, q.codes, w4a8_codes.pack_codes, scales, zeros)
+        return {"weight": weight} if factors is None else {"weight": weight, "row_factors": factors}
 
     def _unpack(
-        self, fmt: BlockFormat, weight: torch.Tensor, shape: tuple[int, int]
+        self, prepared: Prepared, shape: tuple[int, int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        codes, scales, zeros = unpack_blocks(fmt, weight, w4a8_codes.unpack_codes, shape)
-        return codes, scales, None if zeros is None else w4a8_codes.unpack_zeros(zeros)
+        fmt, tensors = self.block_format(prepared), prepared.tensors
+        codes, scales, zeros = unpack_blocks(fmt, tensors["weight"], w4a8_codes.unpack_codes, shape)
+        if "row_factors" in tensors:
+            scales = scales.float() * tensors["row_factors"][:, None]
+        dtype = FLOAT_SCALE_DTYPES[prepared.problem.scheme.weights.scale]
+        return codes, scales.to(dtype), None if zeros is None else w4a8_codes.unpack_zeros(zeros)
 
     def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.run_quantized(self.quantize(x, prepared), prepared, bias)
@@ -138,13 +145,21 @@ class HopperW4A8(QuantizesTokens, _HopperInt4):
         return w4a8_linear(
             *inputs,
             prepared.tensors["weight"],
+            prepared.tensors.get("row_factors"),
             None if bias is None else bias.to(problem.dtype),
             problem.out_features,
             fmt.group_size,
-            fmt.scale,
             fmt.zeros is not None,
+            self._fp16_sums,
             problem.dtype,
         )
+
+
+class HopperW4A8Fp32Sums(HopperW4A8):
+    """The same with all sums in fp32. Listed behind it: it runs only by name."""
+
+    name = "hopper-w4a8-fp32-sums"
+    _fp16_sums = False
 
 
 class HopperW4A16(_HopperInt4):
@@ -155,18 +170,20 @@ class HopperW4A16(_HopperInt4):
     def _takes_activations(self, problem: LinearProblem) -> tuple[bool, str]:
         return problem.scheme.activations is None, "inputs must be plain"
 
-    def _zeros_dtype(self, problem: LinearProblem) -> torch.dtype:
-        return problem.dtype
+    def _format(self, problem: LinearProblem, is_normalized: bool, zero_points: bool) -> BlockFormat:
+        scale = FLOAT_SCALE_DTYPES[problem.scheme.weights.scale]
+        return BlockFormat(sum_group(problem.scheme), scale, problem.dtype if zero_points else None)
 
-    def _pack(self, fmt: BlockFormat, q: QuantizedTensor) -> torch.Tensor:
-        zeros = None
+    def _pack(self, problem: LinearProblem, q: QuantizedTensor) -> dict[str, torch.Tensor]:
+        fmt, zeros = self._format(problem, False, q.zero_points is not None), None
         if q.zero_points is not None and fmt.zeros is not None:
             zeros = w4a16_codes.pack_zeros(q.zero_points, fmt.zeros)
-        return pack_blocks(fmt, q.codes, w4a16_codes.pack_codes, q.scales, zeros)
+        return {"weight": pack_blocks(fmt, q.codes, w4a16_codes.pack_codes, q.scales, zeros)}
 
     def _unpack(
-        self, fmt: BlockFormat, weight: torch.Tensor, shape: tuple[int, int]
+        self, prepared: Prepared, shape: tuple[int, int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        fmt, weight = self.block_format(prepared), prepared.tensors["weight"]
         codes, scales, zeros = unpack_blocks(fmt, weight, w4a16_codes.unpack_codes, shape)
         return codes, scales, None if zeros is None else w4a16_codes.unpack_zeros(zeros)
 

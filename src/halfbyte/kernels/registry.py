@@ -12,7 +12,7 @@ from halfbyte.kernels.cpu_int4 import CpuInt4
 from halfbyte.kernels.cpu_int8 import CpuInt8
 from halfbyte.kernels.dequantize import Dequantize
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
-from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
+from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A8Fp32Sums, HopperW4A16
 from halfbyte.kernels.problem import Kernel, LinearProblem
 from halfbyte.kernels.reference import Reference
 from halfbyte.kernels.scaled_mm import ScaledMM
@@ -25,6 +25,7 @@ KERNELS: tuple[Kernel, ...] = (
     CpuInt4(),
     CpuInt8(),
     HopperW4A8(),
+    HopperW4A8Fp32Sums(),
     HopperW4A8Fp8Scales(),
     HopperW4A16(),
     ScaledMM(),

@@ -14,6 +14,7 @@ if not (find_spec("triton") and find_spec("cuda")):  # pragma: no cover
 
 from halfbyte.kernels.hopper import (
     w4a8,
+    w4a8_codes,
     w4a8_config,
     w4a8_fp8_scales,
     w4a8_fp8_scales_codes,
@@ -26,19 +27,24 @@ from halfbyte.kernels.hopper.config import MULTIPROCESSORS, QUANTUM, SHARED_BYTE
 from tests.kernels.hopper.cubin import faults
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-OTHERS = ((64, BF16, False, BF16), (32, FP16, True, FP16), (128, FP32, True, BF16), (128, FP16, False, FP16))
+OTHERS = ((64, FP16, False, BF16), (32, FP16, True, FP16), (128, FP32, True, BF16), (128, FP16, False, FP16))
 TABLES: dict[str, Table[Any]] = {
-    "w4a8": w4a8_config.TABLE,
+    "w4a8": w4a8_config.FP32,
+    "w4a8 with sums in fp16": w4a8_config.FP16,
     "w4a16": w4a16_config.EXACT,
     "w4a16 rounded": w4a16_config.ROUNDED,
 }
+W4A8_TABLES = [*w4a8_config.FP16.configurations(), *w4a8_config.FP32.configurations()]
+W4A8 = list(dict.fromkeys([*W4A8_TABLES, *(config.rest for config in W4A8_TABLES if config.rest)]))
 W4A16 = list(dict.fromkeys([*w4a16_config.EXACT.configurations(), *w4a16_config.ROUNDED.configurations()]))
 
 
-@pytest.mark.parametrize("config", w4a8_config.TABLE.configurations(), ids=str)
+@pytest.mark.parametrize("config", W4A8, ids=str)
 def test_no_w4a8_configuration_of_the_table_spills(config: w4a8_config.W4A8Config, tmp_path: Path) -> None:
-    source = w4a8.w4a8_source(config, w4a8.block_format(128, BF16, False), BF16)
-    assert faults(source, tmp_path) == []
+    fmt = w4a8_codes.block_format(128, True, False)
+    fitting = fitted(config, fmt)
+    assert fitting is not None
+    assert faults(w4a8.w4a8_source(fitting, fmt, BF16), tmp_path) == []
 
 
 @pytest.mark.parametrize("config", W4A16, ids=str)
@@ -70,8 +76,9 @@ def test_other_weights_compile(
     out: torch.dtype,
     tmp_path: Path,
 ) -> None:
-    fmt = w4a8.block_format(group, scale, zero_points)
-    source = w4a8.w4a8_source(w4a8_config.TABLE.choose(tokens, features, 4096, fmt), fmt, out)
+    fmt = w4a8_codes.block_format(group, scale is FP16, zero_points)
+    table = w4a8_config.table_for(out, 4096, fmt, True)
+    source = w4a8.w4a8_source(table.choose(tokens, features, 4096, fmt), fmt, out)
     assert faults(source, tmp_path) == []
     fmt = w4a16.block_format(group, scale, zero_points, out)
     source = w4a16.w4a16_source(
@@ -84,7 +91,7 @@ def test_other_weights_compile(
 def test_every_shape_fits(name: str) -> None:
     for tokens in (1, 9, 33, 65, 129, 257, 4096):
         for features in (16, 6144, 8192, 57344):
-            for fmt in (BlockFormat(128, BF16), BlockFormat(32, FP32, BF16)):
+            for fmt in (BlockFormat(128, BF16), BlockFormat(128, FP16), BlockFormat(32, FP32, BF16)):
                 config: TileConfig = TABLES[name].choose(tokens, features, 28672, fmt)
                 taken = config.shared_bytes(fmt)
                 assert taken <= SHARED_BYTES
@@ -92,6 +99,34 @@ def test_every_shape_fits(name: str) -> None:
 
 
 FMT = BlockFormat(128, BF16)
+
+
+@pytest.mark.parametrize("tokens", [65, 129, 256, 300, 512])
+@pytest.mark.parametrize("features", [16, 11008, 25600, 28672, 40960, 53248, 57344, 151936])
+def test_a_rest_is_one_round_of_smaller_tiles(features: int, tokens: int) -> None:
+    fmt = w4a8_codes.block_format(128, True, False)
+    config = w4a8_config.FP16.choose(tokens, features, 8192, fmt)
+    if config.rest is None:
+        return
+    first = config.first_features(tokens, features, config.rest)
+    token_tiles = -(-tokens // config.tokens)
+    if first < features:
+        tiles = first // config.rows * token_tiles
+        rounds = -(-tiles // MULTIPROCESSORS)
+        assert first % (config.rows * config.share) == 0
+        assert tiles > (rounds - 0.1) * MULTIPROCESSORS  # no round has much room left
+        assert (
+            -(-(features - first) // config.rest.rows) * -(-tokens // config.rest.tokens) <= MULTIPROCESSORS
+        )
+        assert config.rest.rows * config.rest.tokens < config.rows * config.tokens
+
+
+def test_a_rest_is_cut_where_it_was_measured() -> None:
+    fmt = w4a8_codes.block_format(128, True, False)
+    for tokens, features, wanted in ((128, 57344, 33792), (256, 57344, 50688), (512, 28672, 25344)):
+        config = w4a8_config.FP16.choose(tokens, features, 8192, fmt)
+        assert config.rest
+        assert config.first_features(tokens, features, config.rest) == wanted
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -12,13 +12,13 @@ from halfbyte.formats.quantize import quantize
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.kernels.hopper.config import fitted
 from halfbyte.kernels.hopper.w4a8 import run_w4a8
-from halfbyte.kernels.hopper.w4a8_config import W4A8Config
+from halfbyte.kernels.hopper.w4a8_config import FP16, W4A8Config
 from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import rounded_weight
 from halfbyte.kernels.hopper.w4a16 import run_w4a16
 from halfbyte.kernels.hopper.w4a16_config import W4A16Config
 from halfbyte.kernels.hopper.workspace import Spaces, reserve, space
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
-from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
+from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A8Fp32Sums, HopperW4A16
 from halfbyte.kernels.problem import LinearProblem, Prepared
 from halfbyte.kernels.quantized_inputs import QuantizedInputs
 from halfbyte.kernels.reference import exact_weight
@@ -27,15 +27,15 @@ from halfbyte.schemes import PRESETS, Scheme
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda", 0)
-W4A8, W4A16 = HopperW4A8(), HopperW4A16()
-BOTH = pytest.mark.parametrize("kernel", [W4A8, W4A16], ids=lambda kernel: kernel.name)
+W4A8, W4A16, FP32_SUMS = HopperW4A8(), HopperW4A16(), HopperW4A8Fp32Sums()
+BOTH = pytest.mark.parametrize("kernel", [W4A8, FP32_SUMS, W4A16], ids=lambda kernel: kernel.name)
 Kernel = HopperW4A8 | HopperW4A16
 TOKENS = (0, 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000)
 BF16 = torch.bfloat16
 
 
 def scheme(kernel: Kernel, group: int | None = 128, symmetric: bool = True, scale: str = "bf16") -> Scheme:
-    of = PRESETS["w4a8" if kernel is W4A8 else "w4a16"]
+    of = PRESETS["w4a16" if kernel is W4A16 else "w4a8"]
     weights = replace(
         of.weights,
         granularity="group" if group else "channel",
@@ -191,16 +191,17 @@ def test_the_same_bits_twice_and_in_a_graph(kernel: Kernel, tokens: int, n: int,
 @BOTH
 def test_compiles_with_torch(kernel: Kernel) -> None:
     weight = layer(kernel, 256, 512)
-    packed = weight.tensors["weight"]
+    packed, factors = weight.tensors["weight"], weight.tensors.get("row_factors")
     x = torch.randn(4, 512, device=GPU, dtype=BF16)
 
     def w4a16(x: torch.Tensor) -> torch.Tensor:
         return torch.ops.halfbyte.w4a16_linear(x, packed, None, 256, 128, BF16, False)
 
     def w4a8(codes: torch.Tensor, scales: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        return torch.ops.halfbyte.w4a8_linear(codes, scales, sums, packed, None, 256, 128, BF16, False, BF16)
+        weights = (packed, factors, None)
+        return torch.ops.halfbyte.w4a8_linear(codes, scales, sums, *weights, 256, 128, False, True, BF16)
 
-    run, inputs = (w4a8, W4A8.quantize(x, weight)) if kernel is W4A8 else (w4a16, (x,))
+    run, inputs = (w4a16, (x,)) if isinstance(kernel, HopperW4A16) else (w4a8, kernel.quantize(x, weight))
     kernel.run(x, weight)  # imports the op
     assert torch.equal(torch.compile(run, fullgraph=True)(*inputs), run(*inputs))
 
@@ -236,6 +237,7 @@ STREAMED = (
     W4A8Config(64, 128, stages=4, stage_blocks=2, stream=True),
     W4A8Config(128, 128, stages=4, parts=2, share=2, stream=True),
     W4A8Config(64, 192, stages=4, stage_blocks=2, stream=True),
+    W4A8Config(64, 192, stages=4, stage_blocks=2, stream=True, fp16_sums=True),
     W4A16Config(64, 128, stages=4, stream=True),
 )
 
@@ -260,13 +262,61 @@ def test_tiles_divided_among_blocks(config: W4A8Config | W4A16Config, tokens: in
         if isinstance(fitting, W4A8Config):
             inputs = W4A8.quantize(x, weight)
             exact = inputs.codes.double() * inputs.scales.double()
-            run_w4a8(fitting, fmt, *inputs, packed, None, out)
+            run_w4a8(fitting, fmt, *inputs, packed, weight.tensors["row_factors"], None, out)
         else:
             run_w4a16(fitting, fmt, x, packed, None, out)
     wanted = exact @ exact_weight(kernel.restore(weight)).T.to(GPU)
     assert ((outs[0] - wanted).norm() / wanted.norm()).item() < 3e-3
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize(("tokens", "n"), [(128, 57344), (200, 57344), (500, 28672)])
+def test_a_rest_of_features_is_multiplied_by_itself(tokens: int, n: int) -> None:
+    weight = layer(W4A8, n, 640)
+    x, bias = torch.randn(tokens, 640, device=GPU, dtype=BF16), torch.randn(n, device=GPU, dtype=BF16)
+    fmt = W4A8.block_format(weight)
+    config = FP16.choose(tokens, n, 640, fmt)
+    assert config.rest
+    assert config.first_features(tokens, n, config.rest) < n
+    assert error(W4A8, x, weight, bias) < 3e-3
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 300, 1100])
+def test_sums_in_fp16_do_not_overflow(tokens: int) -> None:
+    """Every product as large as it can be, for as many groups as are added up in fp16."""
+    k, of = 28672, scheme(W4A8)
+    q = quantize(torch.randn(8192, k, device=GPU), of.weights)
+    q.codes.fill_(-8)
+    q.scales.fill_(0.9921875)  # just below the power of two up to which a row's scales may go
+    weight = prepared(W4A8, q, of)
+    x = torch.ones(tokens, k, device=GPU, dtype=BF16)
+    assert "row_factors" in weight.tensors
+    found = W4A8.run(x, weight)
+    assert torch.isfinite(found).all()
+    assert error(W4A8, x, weight) < 6e-3
+
+
+@pytest.mark.parametrize("k", [4096, 14336, 28672, 28800])
+def test_sums_in_fp16_are_near_fp32_ones(k: int) -> None:
+    """What fp16 adds to the error is below what bf16 results have anyway, up to the longest sums kept in it."""
+    weight = layer(W4A8, 4096, k)
+    x = torch.randn(512, k, device=GPU, dtype=BF16)
+    fp16, fp32 = error(W4A8, x, weight), error(FP32_SUMS, x, weight)
+    assert fp32 < 1.8e-3
+    assert fp16 < 2.8e-3 if k <= 28672 else fp16 == fp32
+
+
+def test_a_sum_of_large_numbers_that_cancel() -> None:
+    """Two inputs of the largest size whose products cancel: the others keep the digits that fp16 has beside them."""
+    of = scheme(W4A8)
+    q = quantize(torch.randn(512, 2048, device=GPU), of.weights)
+    q.codes[:, 1500] = q.codes[:, 7] = 7
+    q.scales[:] = q.scales.amax(1, keepdim=True)
+    weight = prepared(W4A8, q, of)
+    x = torch.randn(300, 2048, device=GPU, dtype=BF16)
+    x[:, 7], x[:, 1500] = 50, -50
+    assert error(W4A8, x, weight) < 3e-3
 
 
 def test_each_owner_has_space_of_its_own() -> None:

@@ -23,12 +23,13 @@ from halfbyte.kernels.problem import LinearProblem, Prepared
 
 _MOST_ERROR = 3e-3
 # Tokens and rows of tiles, and in how many parts the tokens are multiplied.
-_SIXTY_FOUR = ((64, 64, 1), (64, 128, 1), (64, 192, 1))
+_SIXTY_FOUR = ((64, 64, 1), (64, 128, 1), (64, 192, 1), (64, 256, 1))
 _MANY = (
     (64, 128, 1),
     (128, 64, 1),
     (128, 128, 1),
     (128, 128, 2),
+    (128, 256, 1),
     (256, 128, 1),
     (256, 128, 2),
     (256, 128, 4),
@@ -61,8 +62,12 @@ def subjects() -> dict[str, Subject]:
         "w4a8_linear": Subject(
             HopperW4A8(),
             "w4a8",
-            (w4a8_config.W4A8Config, partial(w4a8_config.W4A8Config, halves=True)),
-            w4a8_config.TABLE,
+            (
+                w4a8_config.W4A8Config,
+                partial(w4a8_config.W4A8Config, halves=True),
+                partial(w4a8_config.W4A8Config, fp16_sums=True),
+            ),
+            w4a8_config.FP16,
             _bind_w4a8,
         ),
         "w4a16_linear": Subject(
@@ -171,11 +176,11 @@ def _of_case(
 def _bind_w4a8(x: torch.Tensor, prepared: Prepared) -> Run:
     from halfbyte.kernels.hopper.w4a8 import run_w4a8
 
-    inputs = HopperW4A8().quantize(x, prepared)
+    inputs, factors = HopperW4A8().quantize(x, prepared), prepared.tensors.get("row_factors")
 
     def run(config: TileConfig, fmt: BlockFormat, weight: torch.Tensor, out: torch.Tensor) -> None:
         assert isinstance(config, w4a8_config.W4A8Config)
-        run_w4a8(config, fmt, *inputs, weight, None, out)
+        run_w4a8(config, fmt, *inputs, weight, factors, None, out)
 
     return run
 

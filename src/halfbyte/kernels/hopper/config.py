@@ -82,6 +82,11 @@ class TileConfig(ABC):
     def cluster(self) -> int:
         return self.split * self.share
 
+    @property
+    def places(self) -> int:
+        """Clusters that run together."""
+        return MULTIPROCESSORS * self.blocks_per_sm // self.cluster
+
     def schedule(self, tokens: int, features: int, blocks_k: int, fmt: BlockFormat) -> Schedule:
         """How many blocks to launch, and what each does.
 
@@ -91,7 +96,7 @@ class TileConfig(ABC):
         tiles = ceil_div(features, self.rows * self.share) * ceil_div(tokens, self.tokens)
         if self.split > 1:
             return Schedule(tiles * self.cluster, 0, self.cut(fmt))
-        places = MULTIPROCESSORS * self.blocks_per_sm // self.cluster
+        places = self.places
         fits = self.tokens * self.rows * self.blocks_per_sm <= MOST_SUMS
         idle = 1 - tiles / (ceil_div(tiles, places) * places)
         if self.stream and fits and idle > _IDLE and tiles * ceil_div(blocks_k, QUANTUM) >= places:

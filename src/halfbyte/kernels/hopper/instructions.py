@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _KINDS = {
     "e4m3": ("k32.f32.e4m3.e4m3", "1, 1"),
+    "e4m3 in fp16": ("k32.f16.e4m3.e4m3", "1, 1"),
     "bf16": ("k16.f32.bf16.bf16", "1, 1, 0"),
     "f16": ("k16.f32.f16.f16", "1, 1, 0"),
     "tf32": ("k8.f32.tf32.tf32", "1, 1"),
@@ -13,17 +14,20 @@ _KINDS = {
 def warpgroup_mma(columns: int, operands: str, name: str) -> str:
     """A function ``name(sum, a, b, accumulate)``: ``sum (+)= a @ b`` for 64 rows, ``columns`` columns, 32 bytes of K.
 
-    a: four registers a thread (PTX ISA, wgmma, register fragment of A). b: descriptor of a K-major tile.
+    sum: a thread's numbers, fp32 or pairs of fp16; a: four registers a thread (PTX ISA, wgmma, register fragments of D
+    and A). b: descriptor of a K-major tile.
     """
     shape, modifiers = _KINDS[operands]
-    count = columns // 2
+    in_fp16 = shape.startswith("k32.f16")
+    count = columns // (4 if in_fp16 else 2)
+    word, register = ("u32", "r") if in_fp16 else ("float", "f")
     sums = ", ".join(f"%{i}" for i in range(count))
     a = ", ".join(f"%{count + i}" for i in range(4))
-    outputs = ", ".join(f'"+f"(sum[{i}])' for i in range(count))
+    outputs = ", ".join(f'"+{register}"(sum[{i}])' for i in range(count))
     inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     return f"""
 __device__ __forceinline__ void {name}(
-    float (&sum)[{count}], const u32 (&a)[4], u64 b, bool accumulate) {{
+    {word} (&sum)[{count}], const u32 (&a)[4], u64 b, bool accumulate) {{
     asm volatile(
         "{{\\n.reg .pred p;\\n"
         "setp.ne.b32 p, %{count + 5}, 0;\\n"

@@ -37,7 +37,9 @@ class Problem(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Linear:
-    """One product to run: ``x [M, K]``, packed ``weight``, ``out [M, N]``."""
+    """One product to run: ``x [M, K]``, packed ``weight``, ``out [M, N]``, whose rows may be farther than N apart where
+    the configuration takes finished tiles out by copies.
+    """
 
     config: TileConfig
     fmt: BlockFormat
@@ -77,7 +79,9 @@ class Linear:
     def _out_map(self) -> ctypes.Array:
         tokens, features = self.out.shape
         box = self.config.staged_tokens or self.config.tokens  # in the second case nothing is copied by it
-        return tensor_map(self.out.data_ptr(), "bf16", tokens, features, features * 2, box, ROWS, 128)
+        return tensor_map(
+            self.out.data_ptr(), "bf16", tokens, features, self.out.stride(0) * 2, box, ROWS, 128
+        )
 
 
 @lru_cache(maxsize=4096)

@@ -6,17 +6,13 @@ from functools import cache
 
 import torch
 
-from halfbyte.kernels.hopper.blocks import BlockFormat
+from halfbyte.kernels.hopper.blocks import ROWS, BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
-from halfbyte.kernels.hopper.config import ceil_div
+from halfbyte.kernels.hopper.config import ceil_div, fitted
 from halfbyte.kernels.hopper.driver import tensor_map
 from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Linear, is_bias, is_packed, require
-from halfbyte.kernels.hopper.w4a8_config import SUMS_AT_ONCE, TABLE, W4A8Config
-
-
-def block_format(group_size: int, scale: torch.dtype, zero_points: bool) -> BlockFormat:
-    """Blocks of :mod:`w4a8_codes`."""
-    return BlockFormat(group_size, scale, torch.float16 if zero_points else None)
+from halfbyte.kernels.hopper.w4a8_codes import block_format
+from halfbyte.kernels.hopper.w4a8_config import SUMS_AT_ONCE, W4A8Config, table_for
 
 
 @torch.library.custom_op("halfbyte::w4a8_linear", mutates_args=(), device_types="cuda")
@@ -25,30 +21,35 @@ def w4a8_linear(
     x_scale: torch.Tensor,
     x_sums: torch.Tensor,
     weight: torch.Tensor,
+    row_factors: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_features: int,
     group_size: int,
-    scale_dtype: torch.dtype,
     zero_points: bool,
+    fp16_sums: bool,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """``x_scale * (x @ weight.T) + bias`` as ``[M, out_features]`` in bfloat16 or float16.
 
     x: E4M3 codes ``[M, K]``, contiguous. x_scale: fp32 ``[M, 1]``. x_sums: fp32 ``[M, ceil(K / group_size)]``, each
     token's sum of codes over each group, with rows multiples of 16 bytes apart. weight: blocks with ``w4a8_codes``,
-    groups of ``group_size`` inputs (32, 64, 128; a scale per channel is repeated), scales in ``scale_dtype`` and zero
-    points or none. bias: in ``out_dtype``.
+    groups of ``group_size`` inputs (32, 64, 128; a scale per channel is repeated) and zero points or none; scales in
+    fp16 with fp32 ``row_factors [out_features]``, or in fp32 without. bias: in ``out_dtype``. fp16_sums: sums may be
+    kept in fp16 where that is faster and ``out_dtype`` coarser.
     """
     out = x.new_empty((x.shape[0], out_features), dtype=out_dtype)
     if x.shape[0]:
-        fmt = block_format(group_size, scale_dtype, zero_points)
-        config = TABLE.choose(x.shape[0], out_features, x.shape[1], fmt)
-        run_w4a8(config, fmt, x, x_scale, x_sums, weight, bias, out)
+        fmt = block_format(group_size, row_factors is not None, zero_points)
+        table = table_for(out_dtype, x.shape[1], fmt, fp16_sums)
+        config = table.choose(x.shape[0], out_features, x.shape[1], fmt)
+        run_w4a8(config, fmt, x, x_scale, x_sums, weight, row_factors, bias, out)
     return out
 
 
 @w4a8_linear.register_fake
-def _(x, x_scale, x_sums, weight, bias, out_features, group_size, scale_dtype, zero_points, out_dtype):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    x, x_scale, x_sums, weight, row_factors, bias, out_features, group_size, zero_points, fp16_sums, out_dtype
+):
     return x.new_empty((x.shape[0], out_features), dtype=out_dtype)
 
 
@@ -59,6 +60,7 @@ def run_w4a8(
     x_scale: torch.Tensor,
     x_sums: torch.Tensor,
     weight: torch.Tensor,
+    row_factors: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
@@ -81,6 +83,11 @@ def run_w4a8(
         ),
         (is_packed(weight, x, out, fmt), f"weight must be packed for {out.shape[1]} x {inputs}", weight),
         (
+            row_factors is None or _are_factors(row_factors, out),
+            f"row_factors must be contiguous float32 with {out.shape[1]} numbers",
+            row_factors,
+        ),
+        (
             is_bias(bias, out),
             f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
             bias,
@@ -91,11 +98,42 @@ def run_w4a8(
             out,
         ),
     )
+    features, rest = out.shape[1], config.rest and fitted(config.rest, fmt)
+    first = config.first_features(tokens, features, rest) if rest else features
+    _launch(config, fmt, x, x_scale, x_sums, weight, row_factors, bias, out, slice(0, first))
+    if rest and first < features:
+        _launch(rest, fmt, x, x_scale, x_sums, weight, row_factors, bias, out, slice(first, features))
+
+
+def _launch(
+    config: W4A8Config,
+    fmt: BlockFormat,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    x_sums: torch.Tensor,
+    weight: torch.Tensor,
+    row_factors: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    features: slice,
+) -> None:
+    weight, out = weight[features.start // ROWS : ceil_div(features.stop, ROWS)], out[:, features]
+    row_factors, bias = (None if each is None else each[features] for each in (row_factors, bias))
     linear = Linear(config, fmt, x, weight, out)
     sums_map = tensor_map(
-        x_sums.data_ptr(), "f32", *sums, x_sums.stride(0) * 4, config.tokens, SUMS_AT_ONCE, SUMS_AT_ONCE * 4
+        x_sums.data_ptr(),
+        "f32",
+        *x_sums.shape,
+        x_sums.stride(0) * 4,
+        config.tokens,
+        SUMS_AT_ONCE,
+        SUMS_AT_ONCE * 4,
     )
-    linear.launch(w4a8_source(config, fmt, out.dtype), sums_map, weight, x_scale, bias, out)
+    linear.launch(w4a8_source(config, fmt, out.dtype), sums_map, weight, x_scale, row_factors, bias, out)
+
+
+def _are_factors(factors: torch.Tensor, out: torch.Tensor) -> bool:
+    return factors.dtype == torch.float32 and factors.shape == out.shape[1:] and factors.is_contiguous()
 
 
 def _is_copied(sums: torch.Tensor) -> bool:
@@ -112,8 +150,13 @@ def w4a8_source(config: W4A8Config, fmt: BlockFormat, out_dtype: torch.dtype) ->
         "AHEAD": int(config.ahead(fmt)),
         "SUMS": config.sums(fmt),
         "PLAIN": int(config.plain(fmt)),
+        "FP16_SUMS": int(config.fp16_sums),
+        "NORMALIZED": int(fmt.scale == torch.float16),
         "Scale": NAMES[fmt.scale],
         "Out": NAMES[out_dtype],
     }
-    instructions = (columns, "e4m3", "mma"), (columns, "tf32", "mma_tf32")
+    instructions = (
+        (columns, "e4m3 in fp16" if config.fp16_sums else "e4m3", "mma"),
+        (columns, "tf32", "mma_tf32"),
+    )
     return Source.of("w4a8.cu", "w4a8", defines, *instructions)

@@ -16,7 +16,13 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.kernels.hopper.blocks import CODE_BYTES, INPUTS, ROWS
+from halfbyte.kernels.hopper.blocks import CODE_BYTES, INPUTS, ROWS, BlockFormat
+
+
+def block_format(group_size: int, normalized: bool, zero_points: bool) -> BlockFormat:
+    """Of the W4A8 kernel's weights. normalized: with scales of :mod:`w4a8_scales`, else with fp32 ones."""
+    scale = torch.float16 if normalized else torch.float32
+    return BlockFormat(group_size, scale, torch.float16 if zero_points else None)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
 from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, ceil_div, up
@@ -14,9 +17,18 @@ SUMS_AT_ONCE = 8  # groups whose offsets are multiplied at once
 _ROUND = 8  # blocks of K that are unrolled, where a block is one group
 # Registers of a thread that multiplies, by rows of the tile, less those for addresses and the like.
 _REGISTERS = {64: 184, 128: 184, 192: 116, 256: 64}
+_FP16_REGISTERS = {
+    64: 184,
+    128: 184,
+    192: 116,
+    256: 80,
+}  # with sums in fp16, beside which there are no offsets
 _MOST_REGISTERS = 208  # the same where plain codes leave nothing else to keep: of 128 rows
 _FEW_TOKENS = 64  # of a tile: up to so many, codes and a half are better
 _CODES = 16  # registers for one stage's codes
+_MOST_GROUPS = (
+    224  # along K whose sums are added up in fp16: each addition rounds, and results stay within 3e-3
+)
 
 
 @dataclass(frozen=True)
@@ -24,9 +36,23 @@ class W4A8Config(TileConfig):
     """See :class:`TileConfig`.
 
     halves: codes and a half are multiplied, also where a code serves many tokens; for few they always are.
+    fp16_sums: sums are kept in fp16. They take half the registers and half the operations that add them up.
+    rest: for the features that would make a last round of tiles in which most multiprocessors have none.
     """
 
     halves: bool = False
+    fp16_sums: bool = False
+    rest: W4A8Config | None = None
+
+    def first_features(self, tokens: int, features: int, rest: W4A8Config) -> int:
+        """How many features to multiply with this configuration, the others with ``rest``: tiles of whole rounds, where
+        the others then take one round of smaller tiles; else all.
+        """
+        token_tiles = ceil_div(tokens, self.tokens)
+        tiles = self.places // token_tiles * self.share
+        whole = features // (tiles * self.rows) * tiles * self.rows
+        others = ceil_div(features - whole, rest.rows) * ceil_div(tokens, rest.tokens)
+        return whole if whole and 0 < others <= rest.places else features
 
     def sums(self, fmt: BlockFormat) -> int:
         """Two where one step can be promoted while the next one is multiplied."""
@@ -42,27 +68,37 @@ class W4A8Config(TileConfig):
         """Whether codes are multiplied as they are. Codes and a half are made in fewer operations, but take a product
         of their own with the activations' sums, as zero points do: better where a code serves few tokens.
         """
-        return fmt.zeros is None and self.tokens > _FEW_TOKENS and not self.halves
+        return self.fp16_sums or (fmt.zeros is None and self.tokens > _FEW_TOKENS and not self.halves)
 
     def _may_go_ahead(self, fmt: BlockFormat) -> bool:
-        # For few tokens registers are better spent on more blocks, for many on longer steps.
-        return 64 <= self.tokens <= 128 and fmt.groups == 1
+        # For few tokens registers are better spent on more blocks, for many in fp32 on longer steps.
+        return 64 <= self.tokens <= (256 if self.fp16_sums else 128) and fmt.groups == 1
 
     @property
     def _most(self) -> int:
-        return _REGISTERS[self.rows]
+        return (_FP16_REGISTERS if self.fp16_sums else _REGISTERS)[self.rows]
 
     def _registers(self, sums: int, codes: int) -> int:
-        return self.tokens // 2 + sums * self.columns // 2 + codes * _CODES
+        return (self.tokens + sums * self.columns) // (4 if self.fp16_sums else 2) + codes * _CODES
 
     def takes(self, fmt: BlockFormat) -> bool:
-        most = _MOST_REGISTERS if self.plain(fmt) and fmt.groups == 1 and self.rows <= 128 else self._most
+        if self.fp16_sums and (fmt.zeros is not None or fmt.scale != torch.float16):
+            return False  # scales that are not normalized, or offsets, which are fp32
+        longer = self.plain(fmt) and not self.fp16_sums and fmt.groups == 1 and self.rows <= 128
+        most = _MOST_REGISTERS if longer else self._most
         fits = self._registers(1, 1) <= most and (self.tokens <= 128 or self.split == 1)
         if self.halves and self.tokens <= _FEW_TOKENS:
             return False  # the same kernel as without
         if self.rows == 256 and fmt.groups > 1:
             return False  # some versions of NVRTC run out of registers
-        return fits and (fmt.groups > 1 or _ROUND % (self.stages * self.stage_blocks) == 0)
+        return fits and (fmt.groups > 1 or self._makes_rounds(fmt))
+
+    def _makes_rounds(self, fmt: BlockFormat) -> bool:
+        """Whether blocks that are unrolled together go through all stages, and through both sets of codes."""
+        blocks = self.stages * self.stage_blocks
+        if not self.plain(fmt):
+            return _ROUND % blocks == 0
+        return blocks <= _ROUND and not (self.ahead(fmt) and _ROUND // blocks * blocks % 2)
 
     def cut(self, fmt: BlockFormat) -> int:
         # The copy engine reads sums from where 16 bytes begin: four groups.
@@ -75,10 +111,11 @@ class W4A8Config(TileConfig):
         octets = ceil_div(blocks * fmt.groups, SUMS_AT_ONCE) + 2
         total += 16 if self.plain(fmt) else octets * self.tokens * 32
         total += self.warpgroups * self.tokens * 4
+        total += self.rows * 2 * 8 if fmt.scale == torch.float16 else 8  # rows' factors
         return up(total + self.pipeline_bytes, 1024)
 
 
-TABLE = Table(
+FP32 = Table(
     (
         (8, 6144, 2048, W4A8Config(8, 64, split=4, blocks_per_sm=4)),
         (8, 6144, ANY, W4A8Config(8, 64, split=8, blocks_per_sm=4)),
@@ -115,3 +152,34 @@ TABLE = Table(
         (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=4)),
     )
 )
+
+_fp16 = partial(W4A8Config, fp16_sums=True)
+
+FP16 = Table(
+    (
+        *(row for row in FP32.rows if row[0] < 64),
+        (64, 6144, ANY, W4A8Config(64, 64, split=2, stages=4, stage_blocks=2)),
+        (64, 12288, ANY, _fp16(64, 128, split=2, stages=4, stage_blocks=2)),
+        (64, 32768, ANY, _fp16(64, 256, stages=3, stage_blocks=2)),
+        (64, ANY, ANY, _fp16(64, 192, stages=4, stage_blocks=2, stream=True)),
+        (128, 6144, 8192, W4A8Config(64, 64, stages=4, stage_blocks=2)),
+        (128, 6144, ANY, _fp16(128, 64, split=2)),
+        (128, 12288, ANY, _fp16(128, 128, split=2)),
+        (128, ANY, ANY, _fp16(128, 256, rest=_fp16(128, 192))),
+        (256, 6144, 8192, _fp16(128, 64)),
+        (256, 6144, ANY, _fp16(128, 128, split=2)),
+        (256, 24576, ANY, _fp16(128, 128)),
+        (256, ANY, ANY, _fp16(256, 128, stages=4, parts=2, rest=_fp16(128, 128))),
+        (512, 6144, ANY, _fp16(128, 128)),
+        (512, ANY, ANY, _fp16(256, 128, share=2, stages=4, parts=2, rest=_fp16(128, 128))),
+        (ANY, ANY, ANY, _fp16(256, 128, share=2, stages=4, parts=2)),
+        *FP32.rows,
+    )
+)
+"""Sums of many tokens in fp16, where weights allow it; else, and for few tokens, as ``FP32``."""
+
+
+def table_for(out: torch.dtype, inputs: int, fmt: BlockFormat, fp16_sums: bool) -> Table[W4A8Config]:
+    """fp16_sums: whether sums in fp16 will do. They do for bf16 results, which are coarser, of not too many groups."""
+    few = inputs <= _MOST_GROUPS * fmt.group_size
+    return FP16 if fp16_sums and out == torch.bfloat16 and few else FP32

@@ -1,9 +1,12 @@
 // INT4 weights x FP8 activations, exact group scales: out[m, n] = x_scale[m] sum_k x[m, k] w[n, k] (+ bias[n]).
 //
-// Each group of inputs is multiplied unscaled into `sum`, then added times its scale to `total`. With PLAIN a code c is
-// multiplied as it is, else as c + 1/2 (w4a8_codes.py); what that is too much, and zero points, are the product of
-// `offsets` (scale times -(zero point + 1/2)) and the activations' sums over each group, in TF32, eight groups at a time.
+// Each group of inputs is multiplied unscaled into `sum`, then added times its scale to `total`, both in fp32 or with
+// FP16_SUMS in fp16. NORMALIZED: scales are fp16 and want their row's factor, which the finished total is multiplied by.
+// With PLAIN a code c is multiplied as it is, else as c + 1/2 (w4a8_codes.py); what that is too much, and zero points,
+// are the product of `offsets` (scale times -(zero point + 1/2)) and the activations' sums over each group, in TF32,
+// eight groups at a time.
 #include "linear.cuh"
+#include "sums.cuh"
 
 constexpr int OCTET = 8;                // groups whose offsets are multiplied at once
 constexpr int SUM_BYTES = PLAIN ? 16 : TOKENS * 32;  // of an octet
@@ -14,14 +17,17 @@ constexpr int STEPS = GROUPS * PARTS;  // products of one block of K, each promo
 // While a step is promoted, so many steps after it are multiplied.
 constexpr int FLIGHT = SUMS - 1;
 // With AHEAD the next block's codes have registers of their own, and the tensor cores need not run dry between blocks.
-// Where a block is one group, K is gone through in rounds of eight blocks, an octet, without branches. So many blocks
-// are unrolled.
-constexpr bool ROUNDS = GROUPS == 1 && OCTET % (STAGES * STAGE_BLOCKS) == 0 && (AHEAD || FLIGHT == 0);
-constexpr int BLOCKS = ROUNDS ? OCTET : STAGES * STAGE_BLOCKS;
+// Where a block is one group, K is gone through in rounds without branches, of eight blocks, an octet, or of as many as
+// go through all stages where there are no octets. So many blocks are unrolled.
+constexpr int IN_FLIGHT = STAGES * STAGE_BLOCKS;
+constexpr bool ROUNDS = GROUPS == 1 && (PLAIN ? IN_FLIGHT <= OCTET : OCTET % IN_FLIGHT == 0) && (AHEAD || FLIGHT == 0);
+constexpr int BLOCKS = ROUNDS ? OCTET / IN_FLIGHT * IN_FLIGHT : IN_FLIGHT;
 constexpr int ROUND = BLOCKS * STEPS;
 constexpr float HALF_CODE = -0.5f / 256;
 static_assert(STAGE_BLOCKS * GROUPS <= OCTET, "not more than one octet comes with a stage");
+static_assert(!FP16_SUMS || (PLAIN && NORMALIZED), "offsets are fp32, and fp16 holds only normalized scales");
 static_assert(!AHEAD || (ROUNDS && FLIGHT <= STEPS), "a block's codes are free while the next one is multiplied");
+static_assert(!AHEAD || BLOCKS % 2 == 0, "a round begins with the same set of codes as the one before");
 
 __device__ __forceinline__ int stage_of(int block) { return block / STAGE_BLOCKS % STAGES; }
 
@@ -31,6 +37,7 @@ struct Shared {
     alignas(128) u8 weights[STAGES][WARPGROUPS][STAGE_BLOCKS * BLOCK_BYTES];
     alignas(256) u8 sums[SUM_TILES][SUM_BYTES];
     float token_scale[WARPGROUPS][TOKENS];
+    float row_factor[NORMALIZED ? CONSUMERS : 1][2];  // each thread's own
     Pipeline pipeline;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts less");
@@ -61,7 +68,7 @@ __device__ __forceinline__ void convert(u32 (&a)[4][4], const uint4* words, u32 
 
 // With the first block of an octet of groups come its sums. They take turns with SUM_TILES places; that a place is free
 // follows from the stage being free (tried for all numbers of stages, groups and blocks, over several tiles).
-struct Sums {
+struct TokenSums {
     Shared& shared;
     const TensorMap& map;
     int place = 0;
@@ -77,7 +84,7 @@ struct Sums {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map,
     const __grid_constant__ TensorMap sums_map, const u8* __restrict__ weights, const float* x_scale,
-    const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
+    const float* row_factor, const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
     extern __shared__ __align__(1024) u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Pipeline& pipeline = shared.pipeline;
@@ -87,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
     const int role = start(pipeline);
     if (role >= 0) {
         give_registers<PRODUCER_REGISTERS>();
-        feed<1>(role, shared, p, place, weights, x_map, Sums{shared, sums_map});
+        feed<1>(role, shared, p, place, weights, x_map, TokenSums{shared, sums_map});
         return;
     }
 
@@ -110,9 +117,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
         const int token_base = segment.token_base;
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
         if (!STREAM || segment.k_begin == 0) fetch_scales(shared.token_scale[warpgroup], x_scale, token_base, p);
+        if constexpr (NORMALIZED) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int feature = feature_base + warpgroup * 64 + row + i * 8;
+                copy_number(shared_address(&shared.row_factor[thread][i]), row_factor + feature, feature < p.features);
+            }
+        }
+        using Kept = Sums<FP16_SUMS>;
+        using Word = Kept::Word;
         constexpr int SETS = AHEAD ? 2 : 1;
-        float total[PARTS][PART_SUMS] = {}, sum[SUMS][PART_SUMS];
-        float scale[SETS][GROUPS][2], offset[SETS][GROUPS][2];  // of a block's groups, this thread's two rows
+        Word total[PARTS][Kept::WORDS] = {}, sum[SUMS][Kept::WORDS];
+        Word scale[SETS][GROUPS][2];
+        float offset[SETS][GROUPS][2];  // of a block's groups, this thread's two rows
         u32 a[SETS][4][4];
         float kept[2][2] = {};  // of an octet's offsets what is this thread's part of the left operand: two groups
 
@@ -126,9 +143,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
             for (int i = 0; i < 2 * GROUPS; ++i) {
                 const int g = i / 2, half = i % 2;
-                const float of_row = scales[g * 64 + half * 8].value();
-                scale[set][g][half] = of_row;
-                offset[set][g][half] = ZERO_POINTS ? of_row * zeros[g * 64 + half * 8].value() : of_row;
+                const Scale of_row = scales[g * 64 + half * 8];
+                scale[set][g][half] = Kept::scale(of_row);
+                if constexpr (PLAIN) continue;
+                offset[set][g][half] = of_row.value() * (ZERO_POINTS ? zeros[g * 64 + half * 8].value() : 1.0f);
             }
         };
         // last: of its stage, or of all.
@@ -137,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
         };
         auto multiply = [&](int r) {
             const int block = r / STEPS, g = r % STEPS / PARTS, part = r % PARTS;
-            const u64 x = (block < STAGES * STAGE_BLOCKS ? x_tile : x_tile_again) +
+            const u64 x = (block < IN_FLIGHT ? x_tile : x_tile_again) +
                           ((stage_of(block) * STAGE_BLOCKS + block % STAGE_BLOCKS) * TOKENS + part * COLUMNS) * 8;
             mma_fence();
 #pragma unroll
@@ -148,9 +166,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             mma_commit();
         };
         auto promote = [&](int r) {
-            const float(&of_rows)[2] = scale[r / STEPS % SETS][r % STEPS / PARTS];
+            const Word(&of_rows)[2] = scale[r / STEPS % SETS][r % STEPS / PARTS];
 #pragma unroll
-            for (int j = 0; j < PART_SUMS; ++j) total[r % PARTS][j] += of_rows[j / 2 % 2] * sum[r % SUMS][j];
+            for (int j = 0; j < Kept::WORDS; ++j) Kept::add(total[r % PARTS][j], of_rows[Kept::row_of(j)], sum[r % SUMS][j]);
         };
         auto keep = [&](u32 in_octet, const float(&of)[2]) {
             if constexpr (PLAIN) return;
@@ -169,12 +187,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const float of = kept[i / 2][i % 2] * (ZERO_POINTS ? 1.0f : HALF_CODE);
-                    offsets[i] = __float_as_uint(of) + (ZERO_POINTS || !Scale::FITS_BF16 ? 0x1000 : 0);
+                    offsets[i] = __float_as_uint(of) + (ZERO_POINTS || !NORMALIZED ? 0x1000 : 0);
                 }
             }
             const u64 tile = tile_of<32>(shared_address(shared.sums[0])) + (sums_place * SUM_BYTES >> 4);
             mma_fence();
-            mma_tf32(total[part], offsets, tile + part * COLUMNS * 2, true);
+            Kept::add_offsets(total[part], offsets, tile + part * COLUMNS * 2);
             mma_commit();
         };
         auto leave_sums = [&] {
@@ -273,7 +291,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             }
         }
 
-        auto total_of = [&](int j) -> float& { return total[j / PART_SUMS][j % PART_SUMS]; };
+        float finished[ACCUMULATORS];
+        if constexpr (NORMALIZED) copied_numbers();
+#pragma unroll
+        for (int j = 0; j < ACCUMULATORS; ++j) {
+            finished[j] = Kept::number(total[j / PART_SUMS], j % PART_SUMS);
+            if constexpr (NORMALIZED) finished[j] *= shared.row_factor[thread][j / 2 % 2];
+        }
+        auto total_of = [&](int j) -> float& { return finished[j]; };
         if constexpr (STREAM)
             if (!finishes(p, schedule, place, segment, total_of)) continue;
         await_scales(shared.token_scale[warpgroup], 256);  // codes count in 1/256: w4a8_codes.py
