@@ -16,7 +16,7 @@ from halfbyte.formats.spec import ActivationFormat, TensorFormat
 from halfbyte.kernels.problem import LinearProblem
 from halfbyte.kernels.quantized_inputs import QuantizedInputs
 from halfbyte.kernels.reference import exact_weight, reference_linear
-from halfbyte.kernels.scaled_mm import ScaledMM
+from halfbyte.kernels.scaled_mm import ScaledMM, ScaledMMBlocks
 from halfbyte.schemes import Scheme
 from tests.kernels.cases import magnitude, random_inputs, random_weight, settled
 
@@ -56,7 +56,8 @@ def check(
         x /= 64  # the huge channel would leave its range
     at = QuantizedTensor(q.format, q.codes.to(device), q.scales.to(device))
     problem = LinearProblem(scheme, rows, columns, device, dtype)
-    kernel = ScaledMM()
+    kernel = ScaledMMBlocks() if scheme.weights.granularity == "block" else ScaledMM()
+    assert device.type == "cpu" or kernel.can_implement(problem) == (True, "")
     prepared = kernel.prepare(at, problem, None if scale is None else scale.to(device))
     y = kernel.run(x.to(device), prepared, None if bias is None else bias.to(device)).cpu()
     want = reference_linear(x, q, scheme.activations, input_scale=scale, bias=bias)
@@ -74,6 +75,17 @@ def test_results_equal_the_reference(scheme: Scheme, tokens: int, device: torch.
     check(scheme, shape, torch.bfloat16, None, device)
     check(scheme, shape, torch.bfloat16, torch.linspace(-1, 1, 80).bfloat16(), device)
     check(scheme, shape, torch.bfloat16, torch.linspace(-1, 1, 80), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [0, 1, 16, 63, 64, 65, 68, 300])
+@pytest.mark.parametrize("rows", [144, 256])
+def test_blocks_equal_the_reference(tokens: int, rows: int) -> None:
+    scheme, shape, device = settled("fp8_per_block"), (tokens, rows, 384), torch.device("cuda")
+    check(scheme, shape, torch.bfloat16, None, device)
+    check(scheme, shape, torch.bfloat16, torch.linspace(-1, 1, rows).bfloat16(), device)
+    check(scheme, shape, torch.bfloat16, torch.linspace(-1, 1, rows), device)
+    check(scheme, shape, torch.float16, None, device)
 
 
 @pytest.mark.parametrize("tokens", [1, 33])

@@ -15,7 +15,7 @@ from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A8Fp32Sums, HopperW4A16
 from halfbyte.kernels.problem import Kernel, LinearProblem
 from halfbyte.kernels.reference import Reference
-from halfbyte.kernels.scaled_mm import ScaledMM
+from halfbyte.kernels.scaled_mm import ScaledMM, ScaledMMBlocks
 from halfbyte.kernels.triton_linear import TritonFp8, TritonInt8, TritonW4A8, TritonW4A16
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ KERNELS: tuple[Kernel, ...] = (
     HopperW4A8Fp8Scales(),
     HopperW4A16(),
     ScaledMM(),
+    ScaledMMBlocks(),
     TritonW4A8(),
     TritonW4A16(),
     TritonFp8(),

@@ -10,7 +10,8 @@ from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
 from halfbyte.kernels.quantized_inputs import QuantizedInputs
-from halfbyte.kernels.triton.linear_conditions import gpu_conditions, is_coarse, is_simple, name_of
+from halfbyte.kernels.triton.linear_conditions import gpu_conditions, is_blocks, is_coarse, is_simple, name_of
+from halfbyte.kernels.triton_linear import TritonFp8
 
 # Without it sums are promoted to fp32 on their way through K, as Hopper's FP8 tensor cores need it: 1 to 15 % more time
 # from 128 tokens on (H200), and an error of 1.7e-3 for any K instead of up to 3.3e-3.
@@ -19,6 +20,11 @@ _FAST_ACCUMULATION = False
 # that the product alone takes; scaling that afterwards costs less.
 _FEW_TOKENS = 64
 _FEW_RESULTS = 2**20
+# cuBLAS takes scales of blocks where the tokens' are rows of multiples of 16 bytes. For fewer tokens our own kernel is
+# as fast.
+_FEWEST_BLOCK_TOKENS = 64
+_BLOCK_TOKENS = 4
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 class ScaledMM(QuantizesTokens):
@@ -97,6 +103,49 @@ class ScaledMM(QuantizesTokens):
                 scale = scale.reshape(-1, 1).expand(rows, 1).contiguous()
             result = _product(codes, tensors["codes"], scale, tensors["factors"], fused, problem.dtype)
         return result if bias is None or bias is fused else result.add_(bias)
+
+
+class ScaledMMBlocks(TritonFp8):
+    """E4M3 weights with a scale for 128 x 128 of them, inputs with one for 128: by cuBLAS where it takes them."""
+
+    name = "scaled-mm-blocks"
+
+    def _conditions(self, problem: LinearProblem) -> Iterator[tuple[bool, str]]:
+        weights = problem.scheme.weights
+        yield weights.element == "e4m3" and is_blocks(weights), "weights must be E4M3 in blocks of 128 x 128"
+        yield from super()._conditions(problem)
+        yield (
+            problem.out_features % 16 == 0,
+            f"out_features must be a multiple of 16, not {problem.out_features}",
+        )
+        yield problem.dtype in _HALVES, f"results must be bfloat16 or float16, not {name_of(problem.dtype)}"
+        yield (
+            torch.cuda.get_device_capability(problem.device) == (9, 0) and _cuda_version() >= (12, 9),
+            "cuBLAS has it for compute capability 9.0 and from CUDA 12.9 on",
+        )
+
+    def prepare(
+        self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None
+    ) -> Prepared:
+        tensors = super().prepare(q, problem, input_scale).tensors
+        return Prepared(problem, {**tensors, "factors": q.scales.float().contiguous()}, input_scale)
+
+    def _multiply(
+        self, codes: torch.Tensor, scale: torch.Tensor | None, prepared: Prepared, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert scale is not None
+        tokens, tensors = codes.shape[0], prepared.tensors
+        if tokens < _FEWEST_BLOCK_TOKENS or tokens % _BLOCK_TOKENS:
+            return super()._multiply(codes, scale, prepared, bias)
+        dtype = prepared.problem.dtype
+        fused = bias if bias is not None and bias.dtype == dtype else None
+        factors = tensors["factors"].T
+        result = torch._scaled_mm(codes, tensors["codes"].T, scale.T, factors, bias=fused, out_dtype=dtype)
+        return result if bias is None or bias is fused else result.add_(bias)
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(map(int, (torch.version.cuda or "0.0").split(".")))
 
 
 def _product(

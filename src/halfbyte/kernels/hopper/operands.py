@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,7 +13,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.hopper.blocks import INPUTS, ROWS, BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
 from halfbyte.kernels.hopper.config import Schedule, TileConfig, ceil_div
-from halfbyte.kernels.hopper.driver import Launch, function, pointer, tensor_map
+from halfbyte.kernels.hopper.driver import Launch, current_stream, function, pointer, tensor_map
 from halfbyte.kernels.hopper.workspace import FLAG_BYTES, space
 
 NAMES = {torch.bfloat16: "Bf16", torch.float16: "Half", torch.float32: "Float"}
@@ -61,7 +62,7 @@ class Linear:
         config, case, address = self.config, (self.fmt, tokens, features, blocks_k), None
         schedule, shape = _shape(config, *case)
         if schedule.streamed:
-            address = space(self.out.device.index, torch.cuda.current_stream().cuda_stream)
+            address = space(self.out.device.index, current_stream(self.out.device.index))
             if address is None:
                 schedule, shape = _shape(replace(config, stream=False), *case)
         of_tile = config.tokens * self.x.shape[1] * self.x.element_size()
@@ -93,13 +94,17 @@ def _shape(
     return schedule, Launch((schedule.blocks, 1, 1), config.threads, shared, config.cluster)
 
 
-def require(op: str, *conditions: tuple[bool, str, torch.Tensor | None]) -> None:
-    """Errors: the first condition that does not hold, with the tensor it is about."""
+Condition = tuple[bool, str | Callable[[], str], torch.Tensor | None]
+"""Whether it holds; what is required, made only where it does not; the tensor that it is about."""
+
+
+def require(op: str, *conditions: Condition) -> None:
+    """Errors: the first condition that does not hold."""
     for holds, what, tensor in conditions:
         if not holds and tensor is not None:
-            raise HalfbyteError(
-                f"{op}: {what}, not {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            )
+            required = what if isinstance(what, str) else what()
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise HalfbyteError(f"{op}: {required}, not {kind} {list(tensor.shape)}")
 
 
 def is_packed(weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor, fmt: BlockFormat) -> bool:

@@ -62,10 +62,14 @@ def run_w4a16(
         "w4a16_linear",
         (x.dtype in OUTPUTS and x.is_contiguous(), "x must be contiguous bfloat16 or float16", x),
         (inputs % 8 == 0, "x must have a multiple of 8 columns", x),
-        (is_packed(weight, x, out, fmt), f"weight must be packed for {out.shape[1]} x {inputs}", weight),
+        (
+            is_packed(weight, x, out, fmt),
+            lambda: f"weight must be packed for {out.shape[1]} x {inputs}",
+            weight,
+        ),
         (
             is_bias(bias, out),
-            f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
+            lambda: f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
             bias,
         ),
         (

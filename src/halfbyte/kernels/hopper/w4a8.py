@@ -73,23 +73,27 @@ def run_w4a8(
         (inputs % 16 == 0, "x must have a multiple of 16 columns", x),
         (
             x_scale.dtype == torch.float32 and x_scale.numel() == tokens and x_scale.is_contiguous(),
-            f"x_scale must be contiguous float32 with one number for each of {tokens} tokens",
+            lambda: f"x_scale must be contiguous float32 with one number for each of {tokens} tokens",
             x_scale,
         ),
         (
             x_sums.dtype == torch.float32 and x_sums.shape == sums and _is_copied(x_sums),
-            f"x_sums must be float32 {list(sums)} with contiguous rows, each where 16 bytes begin",
+            lambda: f"x_sums must be float32 {list(sums)} with contiguous rows, each where 16 bytes begin",
             x_sums,
         ),
-        (is_packed(weight, x, out, fmt), f"weight must be packed for {out.shape[1]} x {inputs}", weight),
+        (
+            is_packed(weight, x, out, fmt),
+            lambda: f"weight must be packed for {out.shape[1]} x {inputs}",
+            weight,
+        ),
         (
             row_factors is None or _are_factors(row_factors, out),
-            f"row_factors must be contiguous float32 with {out.shape[1]} numbers",
+            lambda: f"row_factors must be contiguous float32 with {out.shape[1]} numbers",
             row_factors,
         ),
         (
             is_bias(bias, out),
-            f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
+            lambda: f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
             bias,
         ),
         (

@@ -57,7 +57,7 @@ def run_w4a8_fp8_scales(
         (inputs % 16 == 0, "x must have a multiple of 16 columns", x),
         (
             x_scale.dtype == torch.float32 and x_scale.numel() == tokens and x_scale.is_contiguous(),
-            f"x_scale must be contiguous float32 with one number for each of {tokens} tokens",
+            lambda: f"x_scale must be contiguous float32 with one number for each of {tokens} tokens",
             x_scale,
         ),
         (
@@ -65,10 +65,14 @@ def run_w4a8_fp8_scales(
             "channel_scale must be contiguous float32",
             channel_scale,
         ),
-        (is_packed(weight, x, out, FORMAT), f"weight must be packed for {out.shape[1]} x {inputs}", weight),
+        (
+            is_packed(weight, x, out, FORMAT),
+            lambda: f"weight must be packed for {out.shape[1]} x {inputs}",
+            weight,
+        ),
         (
             is_bias(bias, out),
-            f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
+            lambda: f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
             bias,
         ),
         (
