@@ -114,6 +114,11 @@ class ScaledMMBlocks(TritonFp8):
         weights = problem.scheme.weights
         yield weights.element == "e4m3" and is_blocks(weights), "weights must be E4M3 in blocks of 128 x 128"
         yield from super()._conditions(problem)
+        # It reads weights' scales in rows of multiples of 16 bytes, whatever their strides say, and says nothing.
+        yield (
+            problem.in_features % 512 == 0,
+            f"in_features must be a multiple of 512, not {problem.in_features}",
+        )
         yield (
             problem.out_features % 16 == 0,
             f"out_features must be a multiple of 16, not {problem.out_features}",
