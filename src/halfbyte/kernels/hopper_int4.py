@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -13,11 +14,19 @@ from halfbyte.formats.scales import FLOAT_SCALE_DTYPES
 from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.hopper import w4a8_codes, w4a16_codes
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat, pack_blocks, unpack_blocks
-from halfbyte.kernels.hopper.w4a8_scales import normalized
+from halfbyte.kernels.hopper.w4a8_scales import dead_groups, normalized
 from halfbyte.kernels.hopper.workspace import reserve
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
 from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group
-from halfbyte.kernels.triton.linear_conditions import gpu_conditions, has_known_groups, is_int4, name_of
+from halfbyte.kernels.triton.linear_conditions import (
+    gpu_conditions,
+    has_known_groups,
+    is_hopper,
+    is_int4,
+    name_of,
+)
+
+logger = logging.getLogger(__name__)
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -60,7 +69,7 @@ class _HopperInt4(ABC):
         )
         yield from gpu_conditions(problem, (9, 0))
         yield (
-            torch.cuda.get_device_capability(problem.device) == (9, 0),
+            is_hopper(problem),
             "is made of Hopper's own instructions (compute capability 9.0)",
         )
         yield _has_bindings(), "needs the package cuda-bindings, which torch for CUDA brings"
@@ -117,11 +126,24 @@ class HopperW4A8(QuantizesTokens, _HopperInt4):
         return w4a8_codes.block_format(sum_group(problem.scheme), is_normalized, zero_points)
 
     def _pack(self, problem: LinearProblem, q: QuantizedTensor) -> dict[str, torch.Tensor]:
-        scales, factors = normalized(q.scales) or (q.scales.float(), None)
+        tensors, held = {}, normalized(q.scales)
+        if held is None:
+            dead = dead_groups(q.codes, sum_group(problem.scheme), q.zero_points)
+            held = normalized(q.scales.flatten().index_fill(0, dead, 0).view(q.scales.shape))
+            if held is not None:
+                tensors = {"dead_groups": dead, "dead_scales": q.scales.flatten()[dead]}
+        if held is not None:
+            tensors["row_factors"] = held[1]
+        elif self._fp16_sums and q.zero_points is None:
+            logger.info(
+                "%s: a weight %d x %d keeps fp32 sums: fp16 does not hold its scales",
+                self.name,
+                *q.codes.shape,
+            )
+        scales = q.scales.float() if held is None else held[0]
         zeros = None if q.zero_points is None else w4a8_codes.pack_zeros(q.zero_points)
-        fmt = self._format(problem, factors is not None, zeros is not None)
-        weight = pack_blocks(fmt, q.codes, w4a8_codes.pack_codes, scales, zeros)
-        return {"weight": weight} if factors is None else {"weight": weight, "row_factors": factors}
+        fmt = self._format(problem, held is not None, zeros is not None)
+        return {"weight": pack_blocks(fmt, q.codes, w4a8_codes.pack_codes, scales, zeros), **tensors}
 
     def _unpack(
         self, prepared: Prepared, shape: tuple[int, int]
@@ -130,8 +152,10 @@ class HopperW4A8(QuantizesTokens, _HopperInt4):
         codes, scales, zeros = unpack_blocks(fmt, tensors["weight"], w4a8_codes.unpack_codes, shape)
         if "row_factors" in tensors:
             scales = scales.float() * tensors["row_factors"][:, None]
-        dtype = FLOAT_SCALE_DTYPES[prepared.problem.scheme.weights.scale]
-        return codes, scales.to(dtype), None if zeros is None else w4a8_codes.unpack_zeros(zeros)
+        scales = scales.to(FLOAT_SCALE_DTYPES[prepared.problem.scheme.weights.scale])
+        if "dead_groups" in tensors:
+            scales.view(-1)[tensors["dead_groups"]] = tensors["dead_scales"]
+        return codes, scales, None if zeros is None else w4a8_codes.unpack_zeros(zeros)
 
     def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.run_quantized(self.quantize(x, prepared), prepared, bias)

@@ -10,7 +10,14 @@ from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
 from halfbyte.kernels.quantized_inputs import QuantizedInputs
-from halfbyte.kernels.triton.linear_conditions import gpu_conditions, is_blocks, is_coarse, is_simple, name_of
+from halfbyte.kernels.triton.linear_conditions import (
+    gpu_conditions,
+    is_blocks,
+    is_coarse,
+    is_hopper,
+    is_simple,
+    name_of,
+)
 from halfbyte.kernels.triton_linear import TritonFp8
 
 # Without it sums are promoted to fp32 on their way through K, as Hopper's FP8 tensor cores need it: 1 to 15 % more time
@@ -20,8 +27,8 @@ _FAST_ACCUMULATION = False
 # that the product alone takes; scaling that afterwards costs less.
 _FEW_TOKENS = 64
 _FEW_RESULTS = 2**20
-# cuBLAS takes scales of blocks where the tokens' are rows of multiples of 16 bytes. For fewer tokens our own kernel is
-# as fast.
+# cuBLAS takes blocks for multiples of 4 tokens: a row of their scales must be a multiple of 16 bytes. Our own kernel is
+# as fast for fewer than 64.
 _FEWEST_BLOCK_TOKENS = 64
 _BLOCK_TOKENS = 4
 _HALVES = (torch.bfloat16, torch.float16)
@@ -124,9 +131,10 @@ class ScaledMMBlocks(TritonFp8):
             f"out_features must be a multiple of 16, not {problem.out_features}",
         )
         yield problem.dtype in _HALVES, f"results must be bfloat16 or float16, not {name_of(problem.dtype)}"
+        yield is_hopper(problem), "cuBLAS has it for compute capability 9.0"
         yield (
-            torch.cuda.get_device_capability(problem.device) == (9, 0) and _cuda_version() >= (12, 9),
-            "cuBLAS has it for compute capability 9.0 and from CUDA 12.9 on",
+            _numbers(torch.version.cuda) >= (12, 9) and _numbers(torch.__version__) >= (2, 9),
+            f"torch has it from 2.9 and CUDA 12.9 on, not in {torch.__version__} with CUDA {torch.version.cuda}",
         )
 
     def prepare(
@@ -149,8 +157,10 @@ class ScaledMMBlocks(TritonFp8):
         return result if bias is None or bias is fused else result.add_(bias)
 
 
-def _cuda_version() -> tuple[int, ...]:
-    return tuple(map(int, (torch.version.cuda or "0.0").split(".")))
+def _numbers(version: str | None) -> tuple[int, int]:
+    """The first two of a version; of none, zeros."""
+    major, minor = (version or "0.0").split(".")[:2]
+    return int(major), int(minor)
 
 
 def _product(

@@ -106,19 +106,50 @@ FMT = BlockFormat(128, BF16)
 def test_a_rest_is_one_round_of_smaller_tiles(features: int, tokens: int) -> None:
     fmt = w4a8_codes.block_format(128, True, False)
     config = w4a8_config.FP16.choose(tokens, features, 8192, fmt)
-    if config.rest is None:
-        return
-    first = config.first_features(tokens, features, config.rest)
+    rest = config.rest or w4a8_config.W4A8Config(64, 64, fp16_sums=True)
+    first = config.first_features(tokens, features, rest)
     token_tiles = -(-tokens // config.tokens)
+
+    def others(from_feature: int) -> int:
+        return -(-(features - from_feature) // rest.rows) * -(-tokens // rest.tokens)
+
+    in_a_round = config.places // token_tiles * config.share * config.rows
     if first < features:
-        tiles = first // config.rows * token_tiles
-        rounds = -(-tiles // MULTIPROCESSORS)
-        assert first % (config.rows * config.share) == 0
-        assert tiles > (rounds - 0.1) * MULTIPROCESSORS  # no round has much room left
-        assert (
-            -(-(features - first) // config.rest.rows) * -(-tokens // config.rest.tokens) <= MULTIPROCESSORS
-        )
-        assert config.rest.rows * config.rest.tokens < config.rows * config.tokens
+        assert first % in_a_round == 0
+        assert features - first < in_a_round
+        assert others(first) <= MULTIPROCESSORS
+    else:
+        whole = features // in_a_round * in_a_round
+        assert whole in (0, features) or others(whole) > MULTIPROCESSORS
+
+
+def test_no_rest_where_tokens_alone_fill_the_rounds() -> None:
+    config = w4a8_config.W4A8Config(128, 256, fp16_sums=True)
+    rest = w4a8_config.W4A8Config(128, 192, fp16_sums=True)
+    assert config.first_features(20_000, 28672, rest) == 28672
+
+
+def test_a_rest_has_smaller_tiles() -> None:
+    for config in w4a8_config.FP16.configurations():
+        rest = config.rest
+        assert rest is None or rest.rows * rest.tokens < config.rows * config.tokens
+        assert rest is None or (rest.fp16_sums and config.staged_tokens and rest.staged_tokens)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_sums_in_fp16_where_they_will_do(group: int) -> None:
+    fmt, most = w4a8_codes.block_format(group, True, False), 224 * group
+
+    def has_fp16_sums(out: torch.dtype, inputs: int, fmt: BlockFormat = fmt, wanted: bool = True) -> bool:
+        table = w4a8_config.table_for(out, inputs, fmt, wanted)
+        return table.choose(300, 28672, inputs, fmt).fp16_sums
+
+    assert has_fp16_sums(BF16, most)
+    assert not has_fp16_sums(BF16, most + group)
+    assert not has_fp16_sums(FP16, most)
+    assert not has_fp16_sums(BF16, most, wanted=False)
+    assert not has_fp16_sums(BF16, most, w4a8_codes.block_format(group, True, True))
+    assert not has_fp16_sums(BF16, most, w4a8_codes.block_format(group, False, False))
 
 
 def test_a_rest_is_cut_where_it_was_measured() -> None:

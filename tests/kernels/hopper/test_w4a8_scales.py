@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte.kernels.hopper.w4a8_scales import normalized
+from halfbyte.formats.quantize import quantize
+from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.kernels.hopper.w4a8_scales import dead_groups, normalized
+from halfbyte.kernels.hopper_int4 import HopperW4A8
+from halfbyte.kernels.problem import LinearProblem
+from halfbyte.schemes import PRESETS
+from tests.kernels.cases import settled
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -40,8 +46,8 @@ def test_every_bit_comes_back_or_none_does(
 
 
 def test_scales_of_a_model_are_held() -> None:
-    """bf16 scales of which the smallest is 1/8192 of the largest, in rows of very different size."""
-    scales = torch.tensor([[1.0, 0.123, 1.2e-4], [3e-9, 2e-9, 1e-9], [0, 0, 0], [1e6, 0, -1e5]]).to(BF16)
+    """bf16 scales of which the smallest is 1/1000 of the largest, in rows of very different size."""
+    scales = torch.tensor([[1.0, 0.123, 1e-3], [3e-9, 2e-9, 1e-9], [0, 0, 0], [1e6, 0, -1e5]]).to(BF16)
     assert normalized(scales) is not None
 
 
@@ -49,7 +55,8 @@ def test_scales_of_a_model_are_held() -> None:
     "scales",
     [
         torch.tensor([[0.1, 1 / 3]]),  # more than 11 digits
-        torch.tensor([[1.0, 2.0**-23]]),  # too far apart
+        torch.tensor([[1.0, 2.0**-11]]),  # too far apart
+        torch.tensor([[1.0, 0.0, 2.0**-23]]),
         torch.tensor([[1.0, float("nan")]]),
         torch.tensor([[1.0, float("inf")]]),
         torch.tensor([[2.0**-90]]),
@@ -57,3 +64,52 @@ def test_scales_of_a_model_are_held() -> None:
 )
 def test_others_are_not(scales: torch.Tensor) -> None:
     assert normalized(scales) is None
+
+
+def test_groups_of_zeros_are_dead() -> None:
+    codes = torch.zeros(3, 6, dtype=torch.int8)
+    codes[0, 1], codes[1, 5], codes[2] = 3, -1, 2
+    zeros = torch.tensor([[0, 0], [0, -1], [2, 2]], dtype=torch.int8)
+    assert dead_groups(codes, 4, None).tolist() == [1, 2]
+    assert dead_groups(codes, 4, zeros).tolist() == [1, 2, 4, 5]
+
+
+CPU = torch.device("cpu")
+
+
+def there_and_back(q: QuantizedTensor, symmetric: bool = True) -> dict[str, torch.Tensor]:
+    scheme = settled("w4a8") if symmetric else PRESETS["w4a8"]
+    scheme = type(scheme)(scheme.name, q.format, scheme.activations)
+    prepared = HopperW4A8().prepare(q, LinearProblem(scheme, *q.shape, CPU, BF16))
+    found = HopperW4A8().restore(prepared)
+    assert torch.equal(found.codes, q.codes)
+    assert torch.equal(found.scales, q.scales)
+    assert found.scales.dtype == q.scales.dtype
+    if q.zero_points is not None:
+        assert found.zero_points is not None
+        assert torch.equal(found.zero_points, q.zero_points)
+    return dict(prepared.tensors)
+
+
+@pytest.mark.parametrize("columns", [512, 640])
+@pytest.mark.parametrize("dead", [None, "group", "row"])
+def test_packed_weights_come_back(columns: int, dead: str | None) -> None:
+    """Also where rounding gave the smallest of all numbers to a group or row of zeros."""
+    weight = torch.randn(96, columns)
+    if dead == "group":
+        weight[3, 256:384] = 0
+    if dead == "row":
+        weight[5] = 0
+    q = quantize(weight, settled("w4a8").weights)
+    assert dead is None or q.scales.float().min() < 1e-37
+    tensors = there_and_back(q)
+    assert tensors["weight"].shape[2] == 4096 + 64 * 2
+    assert tensors["row_factors"].shape == (96,)
+    assert ("dead_groups" in tensors) == (dead is not None)
+
+
+def test_packed_weights_with_other_scales_come_back() -> None:
+    q = quantize(torch.randn(64, 256), settled("w4a8", "f32").weights)
+    tensors = there_and_back(q)
+    assert set(tensors) == {"weight"}
+    assert tensors["weight"].shape[2] == 4096 + 64 * 4

@@ -13,14 +13,14 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
 from halfbyte.kernels.problem import Kernel, LinearProblem
-from halfbyte.kernels.scaled_mm import ScaledMM
+from halfbyte.kernels.scaled_mm import ScaledMM, ScaledMMBlocks
 from halfbyte.kernels.triton import linear_conditions
 from halfbyte.kernels.triton.linear_conditions import LARGEST_INT8_K
 from halfbyte.schemes import PRESETS, Scheme
 from tests.kernels.cases import random_weight, settled
 from tests.kernels.triton.linear_cases import FP8, INT8, KERNELS, hostile_weight, int4, schemes
 
-ALL: dict[str, Kernel] = {**KERNELS, "scaled-mm": ScaledMM()}
+ALL: dict[str, Kernel] = {**KERNELS, "scaled-mm": ScaledMM(), "scaled-mm-blocks": ScaledMMBlocks()}
 TWO_LEVELS = settled("w4a8-int8")
 GROUPED_FP8 = ActivationFormat("e4m3", "group", 128)
 
@@ -122,6 +122,27 @@ def test_shapes_that_a_kernel_refuses(capability: dict) -> None:
     assert "multiple of 128" in ALL["triton-fp8"].can_implement(problem(settled("fp8_per_block"), 64, 96))[1]
     assert "multiples of 16" in ALL["scaled-mm"].can_implement(problem(settled("fp8"), 24, 256))[1]
     assert "multiples of 16" in ALL["scaled-mm"].can_implement(problem(settled("fp8"), 32, 200))[1]
+
+
+def test_blocks_that_cublas_takes(capability: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, scheme = ALL["scaled-mm-blocks"], settled("fp8_per_block")
+
+    def reason(*shape: int, dtype: torch.dtype = torch.bfloat16) -> str:
+        return kernel.can_implement(problem(scheme, *shape, dtype=dtype))[1]
+
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu130")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert reason(64, 512) == reason(144, 1536, dtype=torch.float16) == ""
+    assert "multiple of 512" in reason(64, 384)
+    assert "multiple of 16" in reason(24, 512)
+    assert "not float32" in reason(64, 512, dtype=torch.float32)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "CUDA 12.9 on, not in 2.9.1+cu130 with CUDA 12.8" in reason(64, 512)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    assert "torch has it from 2.9" in reason(64, 512)
+    capability["is"] = (10, 0)
+    assert "compute capability 9.0" in reason(64, 512)
 
 
 def test_results_that_scaled_mm_refuses(capability: dict) -> None:

@@ -34,6 +34,7 @@ _MANY = (
     (256, 128, 2),
     (256, 128, 4),
 )
+_RESTS = [w4a8_config.W4A8Config(128, rows, fp16_sums=True) for rows in (128, 192)]
 _STAGES = ((4, 2), (4, 1), (8, 1))  # and blocks of K in each
 _GROUP = 128
 
@@ -66,6 +67,7 @@ def subjects() -> dict[str, Subject]:
                 w4a8_config.W4A8Config,
                 partial(w4a8_config.W4A8Config, halves=True),
                 partial(w4a8_config.W4A8Config, fp16_sums=True),
+                *(partial(w4a8_config.W4A8Config, fp16_sums=True, rest=rest) for rest in _RESTS),
             ),
             w4a8_config.FP16,
             _bind_w4a8,
@@ -89,9 +91,17 @@ def candidates(
         blocks = one.schedule(tokens, features, ceil_div(inputs, INPUTS), fmt).blocks
         enough = blocks * 2 > MULTIPROCESSORS
         queued = one.split > 1 and blocks > MULTIPROCESSORS * one.blocks_per_sm * 1.1
-        if enough and not queued:
+        if enough and not queued and _cuts_its_rest(one, tokens, features):
             found.append(one)
     return found
+
+
+def _cuts_its_rest(config: TileConfig, tokens: int, features: int) -> bool:
+    """Or it is the same as without; into smaller tiles, or nothing is won."""
+    if not isinstance(config, w4a8_config.W4A8Config) or config.rest is None:
+        return True
+    smaller = config.rest.tokens * config.rest.rows < config.tokens * config.rows
+    return smaller and config.first_features(tokens, features, config.rest) < features
 
 
 def _tiles(config: Callable[..., TileConfig], tokens: int) -> Iterator[TileConfig]:

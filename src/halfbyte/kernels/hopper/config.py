@@ -16,7 +16,7 @@ SHARED_BYTES = (
 )  # what one block may have; several have to fit into 228 KB with 1 KB each for the system
 ANY = 1 << 30
 MOST_SUMS = 128 * 128  # of the blocks that one multiprocessor runs together
-QUANTUM = 8  # blocks of K: what a kernel's unrolled stages take at once, or a multiple of it
+QUANTUM = 8  # blocks of K: what most kernels' unrolled stages take at once
 
 _PRODUCERS = 128
 _IDLE = 0.2  # so many blocks without a tile in the last round, as a part of all rounds, cost more than dividing tiles

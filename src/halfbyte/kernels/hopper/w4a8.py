@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -87,6 +88,11 @@ def run_w4a8(
             weight,
         ),
         (
+            (row_factors is None) == (fmt.scale != torch.float16),
+            "row_factors must come with fp16 scales and only with them: weight",
+            weight,
+        ),
+        (
             row_factors is None or _are_factors(row_factors, out),
             lambda: f"row_factors must be contiguous float32 with {out.shape[1]} numbers",
             row_factors,
@@ -97,43 +103,30 @@ def run_w4a8(
             bias,
         ),
         (
-            out.dtype in OUTPUTS and out.shape[1] % 8 == 0,
-            "out must be bfloat16 or float16 with a multiple of 8 columns",
+            out.dtype in OUTPUTS and out.shape[1] % 8 == 0 and out.is_contiguous(),
+            "out must be contiguous bfloat16 or float16 with a multiple of 8 columns",
             out,
         ),
     )
-    features, rest = out.shape[1], config.rest and fitted(config.rest, fmt)
+    for cut, part in _cuts(config, fmt, tokens, out.shape[1]):
+        blocks = weight[part.start // ROWS : ceil_div(part.stop, ROWS)]
+        linear = Linear(cut, fmt, x, blocks, out[:, part])
+        box = cut.tokens, SUMS_AT_ONCE, SUMS_AT_ONCE * 4
+        sums_map = tensor_map(x_sums.data_ptr(), "f32", *sums, x_sums.stride(0) * 4, *box)
+        factors, biases = (None if each is None else each[part] for each in (row_factors, bias))
+        source = w4a8_source(cut, fmt, out.dtype)
+        linear.launch(source, sums_map, blocks, x_scale, factors, biases, linear.out)
+
+
+def _cuts(
+    config: W4A8Config, fmt: BlockFormat, tokens: int, features: int
+) -> Iterator[tuple[W4A8Config, slice]]:
+    """One launch each: how it is cut, for which features."""
+    rest = config.rest and fitted(config.rest, fmt)
     first = config.first_features(tokens, features, rest) if rest else features
-    _launch(config, fmt, x, x_scale, x_sums, weight, row_factors, bias, out, slice(0, first))
+    yield config, slice(0, first)
     if rest and first < features:
-        _launch(rest, fmt, x, x_scale, x_sums, weight, row_factors, bias, out, slice(first, features))
-
-
-def _launch(
-    config: W4A8Config,
-    fmt: BlockFormat,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    x_sums: torch.Tensor,
-    weight: torch.Tensor,
-    row_factors: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    features: slice,
-) -> None:
-    weight, out = weight[features.start // ROWS : ceil_div(features.stop, ROWS)], out[:, features]
-    row_factors, bias = (None if each is None else each[features] for each in (row_factors, bias))
-    linear = Linear(config, fmt, x, weight, out)
-    sums_map = tensor_map(
-        x_sums.data_ptr(),
-        "f32",
-        *x_sums.shape,
-        x_sums.stride(0) * 4,
-        config.tokens,
-        SUMS_AT_ONCE,
-        SUMS_AT_ONCE * 4,
-    )
-    linear.launch(w4a8_source(config, fmt, out.dtype), sums_map, weight, x_scale, row_factors, bias, out)
+        yield rest, slice(first, features)
 
 
 def _are_factors(factors: torch.Tensor, out: torch.Tensor) -> bool:

@@ -17,25 +17,24 @@ SUMS_AT_ONCE = 8  # groups whose offsets are multiplied at once
 _ROUND = 8  # blocks of K that are unrolled, where a block is one group
 # Registers of a thread that multiplies, by rows of the tile, less those for addresses and the like.
 _REGISTERS = {64: 184, 128: 184, 192: 116, 256: 64}
-_FP16_REGISTERS = {
-    64: 184,
-    128: 184,
-    192: 116,
-    256: 80,
-}  # with sums in fp16, beside which there are no offsets
-_MOST_REGISTERS = 208  # the same where plain codes leave nothing else to keep: of 128 rows
-_FEW_TOKENS = 64  # of a tile: up to so many, codes and a half are better
-_CODES = 16  # registers for one stage's codes
-_MOST_GROUPS = (
-    224  # along K whose sums are added up in fp16: each addition rounds, and results stay within 3e-3
-)
+# With sums in fp16, beside which there are no offsets.
+_FP16_REGISTERS = {64: 184, 128: 184, 192: 116, 256: 80}
+# Of up to 128 rows, where plain codes leave nothing else to keep.
+_MOST_REGISTERS = 208
+# For one stage's codes.
+_CODES = 16
+# Of a tile with fp32 sums: up to so many, codes and a half are better.
+_FEW_TOKENS = 64
+# Groups along K whose sums are added up in fp16: each addition rounds, and results have to stay within 3e-3.
+_MOST_GROUPS = 224
 
 
 @dataclass(frozen=True)
 class W4A8Config(TileConfig):
     """See :class:`TileConfig`.
 
-    halves: codes and a half are multiplied, also where a code serves many tokens; for few they always are.
+    halves: codes and a half are multiplied also where a code serves many tokens; for few, and sums in fp32, they always
+    are.
     fp16_sums: sums are kept in fp16. They take half the registers and half the operations that add them up.
     rest: for the features that would make a last round of tiles in which most multiprocessors have none.
     """
@@ -45,11 +44,12 @@ class W4A8Config(TileConfig):
     rest: W4A8Config | None = None
 
     def first_features(self, tokens: int, features: int, rest: W4A8Config) -> int:
-        """How many features to multiply with this configuration, the others with ``rest``: tiles of whole rounds, where
-        the others then take one round of smaller tiles; else all.
+        """Features for this configuration; the others go to ``rest``. As many as fill whole rounds, if the others then
+        fit into one round of ``rest``; else all.
         """
-        token_tiles = ceil_div(tokens, self.tokens)
-        tiles = self.places // token_tiles * self.share
+        tiles = self.places // ceil_div(tokens, self.tokens) * self.share  # of features, in a round
+        if not tiles or not (self.staged_tokens and rest.staged_tokens):
+            return features
         whole = features // (tiles * self.rows) * tiles * self.rows
         others = ceil_div(features - whole, rest.rows) * ceil_div(tokens, rest.tokens)
         return whole if whole and 0 < others <= rest.places else features
@@ -87,7 +87,7 @@ class W4A8Config(TileConfig):
         longer = self.plain(fmt) and not self.fp16_sums and fmt.groups == 1 and self.rows <= 128
         most = _MOST_REGISTERS if longer else self._most
         fits = self._registers(1, 1) <= most and (self.tokens <= 128 or self.split == 1)
-        if self.halves and self.tokens <= _FEW_TOKENS:
+        if self.halves and (self.tokens <= _FEW_TOKENS or self.fp16_sums):
             return False  # the same kernel as without
         if self.rows == 256 and fmt.groups > 1:
             return False  # some versions of NVRTC run out of registers

@@ -32,6 +32,11 @@ def gpu_conditions(problem: LinearProblem, lowest: tuple[int, int]) -> Iterator[
     )
 
 
+def is_hopper(problem: LinearProblem) -> bool:
+    """Whether the problem lies on a GPU of compute capability 9.0."""
+    return _capability(problem.device) == (9, 0)
+
+
 @cache
 def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None

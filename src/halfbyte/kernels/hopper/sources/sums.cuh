@@ -19,7 +19,7 @@ struct Sums<false> {
 };
 
 // Two tokens' sums in a word. Codes count in 1/256 and a row's largest scale is below 1/8, so that neither 128 products
-// (at most 448 * 8 / 256 each) nor 224 groups of them exceed what fp16 holds: scales.py.
+// (at most 448 * 8 / 256 each) nor 224 groups of them exceed what fp16 holds: w4a8_scales.py.
 template <>
 struct Sums<true> {
     using Word = u32;

@@ -17,8 +17,8 @@ constexpr int STEPS = GROUPS * PARTS;  // products of one block of K, each promo
 // While a step is promoted, so many steps after it are multiplied.
 constexpr int FLIGHT = SUMS - 1;
 // With AHEAD the next block's codes have registers of their own, and the tensor cores need not run dry between blocks.
-// Where a block is one group, K is gone through in rounds without branches, of eight blocks, an octet, or of as many as
-// go through all stages where there are no octets. So many blocks are unrolled.
+// Where a block is one group, K is gone through in rounds without branches: of eight blocks, an octet, or with PLAIN of as
+// many up to eight as go through all stages. So many blocks are unrolled.
 constexpr int IN_FLIGHT = STAGES * STAGE_BLOCKS;
 constexpr bool ROUNDS = GROUPS == 1 && (PLAIN ? IN_FLIGHT <= OCTET : OCTET % IN_FLIGHT == 0) && (AHEAD || FLIGHT == 0);
 constexpr int BLOCKS = ROUNDS ? OCTET / IN_FLIGHT * IN_FLIGHT : IN_FLIGHT;
