@@ -71,8 +71,8 @@ class W4A8Config(TileConfig):
         return self.fp16_sums or (fmt.zeros is None and self.tokens > _FEW_TOKENS and not self.halves)
 
     def _may_go_ahead(self, fmt: BlockFormat) -> bool:
-        # For few tokens registers are better spent on more blocks, for many on longer steps. (Sums in fp16 leave room for
-        # both, but it is no faster, and some versions of NVRTC run out of registers.)
+        # For few tokens registers are better spent on more blocks, for many on longer steps. (Sums in fp16 leave room
+        # for both, but it is no faster, and some versions of NVRTC run out of registers.)
         return 64 <= self.tokens <= 128 and fmt.groups == 1
 
     @property
