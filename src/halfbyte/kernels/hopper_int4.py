@@ -19,6 +19,7 @@ from halfbyte.kernels.hopper.workspace import reserve
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
 from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group
 from halfbyte.kernels.triton.linear_conditions import (
+    HALVES,
     gpu_conditions,
     has_known_groups,
     is_hopper,
@@ -27,8 +28,6 @@ from halfbyte.kernels.triton.linear_conditions import (
 )
 
 logger = logging.getLogger(__name__)
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 class _HopperInt4(ABC):
@@ -62,7 +61,7 @@ class _HopperInt4(ABC):
         yield is_int4(weights), "weights must be INT4 with one level of floating-point scales"
         yield has_known_groups(weights), "groups must be of 32, 64 or a multiple of 128 inputs"
         yield self._takes_activations(problem)
-        yield problem.dtype in _HALVES, f"inputs must be bfloat16 or float16, not {name_of(problem.dtype)}"
+        yield problem.dtype in HALVES, f"inputs must be bfloat16 or float16, not {name_of(problem.dtype)}"
         yield (
             problem.out_features % 16 == 0 and problem.in_features % 64 == 0,
             f"the weight must be a multiple of 16 x 64, not {problem.out_features} x {problem.in_features}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -11,6 +11,7 @@ from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
 from halfbyte.kernels.quantized_inputs import QuantizedInputs
 from halfbyte.kernels.triton.linear_conditions import (
+    HALVES,
     gpu_conditions,
     is_blocks,
     is_coarse,
@@ -31,7 +32,6 @@ _FEW_RESULTS = 2**20
 # as fast for fewer than 64.
 _FEWEST_BLOCK_TOKENS = 64
 _BLOCK_TOKENS = 4
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 class ScaledMM(QuantizesTokens):
@@ -96,20 +96,20 @@ class ScaledMM(QuantizesTokens):
         rows = codes.shape[0]
         if rows == 0:
             return codes.new_empty(0, problem.out_features, dtype=problem.dtype)
-        fused = bias if bias is not None and bias.dtype == problem.dtype else None
         single = _is_single(problem)
         few = rows <= _FEW_TOKENS or rows * problem.out_features <= _FEW_RESULTS
-        if codes.is_cuda and few and not single:
-            from halfbyte.kernels.triton.scaled_product import scale_product
 
-            one = tensors["one"]
-            product = _product(codes, tensors["codes"], one, one, None, torch.float32)
-            result = scale_product(product, scale, tensors["factors"], fused, problem.dtype)
-        else:
-            if not single:
-                scale = scale.reshape(-1, 1).expand(rows, 1).contiguous()
-            result = _product(codes, tensors["codes"], scale, tensors["factors"], fused, problem.dtype)
-        return result if bias is None or bias is fused else result.add_(bias)
+        def multiply(fused: torch.Tensor | None) -> torch.Tensor:
+            if codes.is_cuda and few and not single:
+                from halfbyte.kernels.triton.scaled_product import scale_product
+
+                one = tensors["one"]
+                product = _product(codes, tensors["codes"], one, one, None, torch.float32)
+                return scale_product(product, scale, tensors["factors"], fused, problem.dtype)
+            scales = scale if single else scale.reshape(-1, 1).expand(rows, 1).contiguous()
+            return _product(codes, tensors["codes"], scales, tensors["factors"], fused, problem.dtype)
+
+        return _biased(multiply, bias, problem.dtype)
 
 
 class ScaledMMBlocks(TritonFp8):
@@ -130,7 +130,7 @@ class ScaledMMBlocks(TritonFp8):
             problem.out_features % 16 == 0,
             f"out_features must be a multiple of 16, not {problem.out_features}",
         )
-        yield problem.dtype in _HALVES, f"results must be bfloat16 or float16, not {name_of(problem.dtype)}"
+        yield problem.dtype in HALVES, f"results must be bfloat16 or float16, not {name_of(problem.dtype)}"
         yield is_hopper(problem), "cuBLAS has it for compute capability 9.0"
         yield (
             _numbers(torch.version.cuda) >= (12, 9) and _numbers(torch.__version__) >= (2, 9),
@@ -150,17 +150,27 @@ class ScaledMMBlocks(TritonFp8):
         tokens, tensors = codes.shape[0], prepared.tensors
         if tokens < _FEWEST_BLOCK_TOKENS or tokens % _BLOCK_TOKENS:
             return super()._multiply(codes, scale, prepared, bias)
-        dtype = prepared.problem.dtype
-        fused = bias if bias is not None and bias.dtype == dtype else None
-        factors = tensors["factors"].T
-        result = torch._scaled_mm(codes, tensors["codes"].T, scale.T, factors, bias=fused, out_dtype=dtype)
-        return result if bias is None or bias is fused else result.add_(bias)
+        dtype, of_tokens = prepared.problem.dtype, scale.T
+        return _biased(
+            lambda fused: _product(codes, tensors["codes"], of_tokens, tensors["factors"].T, fused, dtype),
+            bias,
+            dtype,
+        )
 
 
 def _numbers(version: str | None) -> tuple[int, int]:
     """The first two of a version; of none, zeros."""
     major, minor = (version or "0.0").split(".")[:2]
     return int(major), int(minor)
+
+
+def _biased(
+    multiply: Callable[[torch.Tensor | None], torch.Tensor], bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """A product in ``dtype`` with a bias, which ``multiply`` adds if it is in ``dtype`` too; else it is added after."""
+    fused = bias if bias is not None and bias.dtype == dtype else None
+    result = multiply(fused)
+    return result if bias is None or bias is fused else result.add_(bias)
 
 
 def _product(

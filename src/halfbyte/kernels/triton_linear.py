@@ -16,6 +16,7 @@ from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
 from halfbyte.kernels.quantized_inputs import QuantizedInputs
 from halfbyte.kernels.triton import linear_layout as layout
 from halfbyte.kernels.triton.linear_conditions import (
+    HALVES,
     LARGEST_INT8_K,
     gpu_conditions,
     has_known_groups,
@@ -26,8 +27,6 @@ from halfbyte.kernels.triton.linear_conditions import (
     is_two_level,
     name_of,
 )
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 class TritonW4A16:
@@ -43,7 +42,7 @@ class TritonW4A16:
         yield is_int4(weights), "weights must be INT4 with one level of floating-point scales"
         yield has_known_groups(weights), "groups must be of 32, 64 or a multiple of 128 inputs"
         yield problem.scheme.activations is None, "inputs must be plain"
-        yield problem.dtype in _HALVES, f"inputs must be bfloat16 or float16, not {name_of(problem.dtype)}"
+        yield problem.dtype in HALVES, f"inputs must be bfloat16 or float16, not {name_of(problem.dtype)}"
         yield from gpu_conditions(problem, (8, 0))
 
     def prepare(
@@ -212,7 +211,7 @@ class TritonInt8(_EightBits):
             "inputs must be plain, or INT8 with a scale per token or tensor",
         )
         yield (
-            activations is not None or problem.dtype in _HALVES,
+            activations is not None or problem.dtype in HALVES,
             f"plain inputs must be bfloat16 or float16, not {name_of(problem.dtype)}",
         )
         yield (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,6 @@ from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.kernels.hopper.w4a8_scales import dead_groups, normalized
 from halfbyte.kernels.hopper_int4 import HopperW4A8
 from halfbyte.kernels.problem import LinearProblem
-from halfbyte.schemes import PRESETS
 from tests.kernels.cases import settled
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -77,9 +78,8 @@ def test_groups_of_zeros_are_dead() -> None:
 CPU = torch.device("cpu")
 
 
-def there_and_back(q: QuantizedTensor, symmetric: bool = True) -> dict[str, torch.Tensor]:
-    scheme = settled("w4a8") if symmetric else PRESETS["w4a8"]
-    scheme = type(scheme)(scheme.name, q.format, scheme.activations)
+def there_and_back(q: QuantizedTensor) -> dict[str, torch.Tensor]:
+    scheme = replace(settled("w4a8"), weights=q.format)
     prepared = HopperW4A8().prepare(q, LinearProblem(scheme, *q.shape, CPU, BF16))
     found = HopperW4A8().restore(prepared)
     assert torch.equal(found.codes, q.codes)
@@ -106,6 +106,19 @@ def test_packed_weights_come_back(columns: int, dead: str | None) -> None:
     assert tensors["weight"].shape[2] == 4096 + 64 * 2
     assert tensors["row_factors"].shape == (96,)
     assert ("dead_groups" in tensors) == (dead is not None)
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_packed_weights_with_zero_points_come_back(dead: bool) -> None:
+    q = quantize(torch.randn(96, 512), replace(settled("w4a8").weights, symmetric=False))
+    assert q.zero_points is not None
+    if dead:
+        q.codes[3, 256:384] = q.zero_points[3, 2]
+        q.scales[3, 2] = 2.0**-126
+    tensors = there_and_back(q)
+    assert tensors["weight"].shape[2] == 4096 + 64 * 4
+    assert "row_factors" in tensors
+    assert ("dead_groups" in tensors) == dead
 
 
 def test_packed_weights_with_other_scales_come_back() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -108,25 +108,44 @@ def run_w4a8(
             out,
         ),
     )
-    for cut, part in _cuts(config, fmt, tokens, out.shape[1]):
-        blocks = weight[part.start // ROWS : ceil_div(part.stop, ROWS)]
-        linear = Linear(cut, fmt, x, blocks, out[:, part])
-        box = cut.tokens, SUMS_AT_ONCE, SUMS_AT_ONCE * 4
-        sums_map = tensor_map(x_sums.data_ptr(), "f32", *sums, x_sums.stride(0) * 4, *box)
-        factors, biases = (None if each is None else each[part] for each in (row_factors, bias))
-        source = w4a8_source(cut, fmt, out.dtype)
-        linear.launch(source, sums_map, blocks, x_scale, factors, biases, linear.out)
-
-
-def _cuts(
-    config: W4A8Config, fmt: BlockFormat, tokens: int, features: int
-) -> Iterator[tuple[W4A8Config, slice]]:
-    """One launch each: how it is cut, for which features."""
-    rest = config.rest and fitted(config.rest, fmt)
+    features, rest = out.shape[1], config.rest and fitted(config.rest, fmt)
     first = config.first_features(tokens, features, rest) if rest else features
-    yield config, slice(0, first)
-    if rest and first < features:
-        yield rest, slice(first, features)
+    whole = _Features(weight, row_factors, bias, out)
+    if rest is None or first == features:  # nearly always: views cost time
+        _launch(config, fmt, x, x_scale, x_sums, whole)
+        return
+    _launch(config, fmt, x, x_scale, x_sums, whole.part(0, first))
+    _launch(rest, fmt, x, x_scale, x_sums, whole.part(first, features))
+
+
+class _Features(NamedTuple):
+    """What belongs to output features: all, or those of one launch."""
+
+    weight: torch.Tensor
+    row_factors: torch.Tensor | None
+    bias: torch.Tensor | None
+    out: torch.Tensor
+
+    def part(self, begin: int, end: int) -> _Features:
+        """Of the features from ``begin``, where a block of the weight begins, to ``end``."""
+        blocks = self.weight[begin // ROWS : ceil_div(end, ROWS)]
+        factors, bias = (each if each is None else each[begin:end] for each in self[1:3])
+        return _Features(blocks, factors, bias, self.out[:, begin:end])
+
+
+def _launch(
+    config: W4A8Config,
+    fmt: BlockFormat,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    x_sums: torch.Tensor,
+    features: _Features,
+) -> None:
+    weight, row_factors, bias, out = features
+    box = config.tokens, SUMS_AT_ONCE, SUMS_AT_ONCE * 4
+    sums_map = tensor_map(x_sums.data_ptr(), "f32", *x_sums.shape, x_sums.stride(0) * 4, *box)
+    source = w4a8_source(config, fmt, out.dtype)
+    Linear(config, fmt, x, weight, out).launch(source, sums_map, weight, x_scale, row_factors, bias, out)
 
 
 def _are_factors(factors: torch.Tensor, out: torch.Tensor) -> bool:

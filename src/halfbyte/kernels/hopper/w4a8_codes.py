@@ -14,11 +14,14 @@ three and four operations and leaves nothing to take off: better where a code se
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from halfbyte.kernels.hopper.blocks import CODE_BYTES, INPUTS, ROWS, BlockFormat
 
 
+@cache
 def block_format(group_size: int, normalized: bool, zero_points: bool) -> BlockFormat:
     """Of the W4A8 kernel's weights. normalized: with scales of :mod:`w4a8_scales`, else with fp32 ones."""
     scale = torch.float16 if normalized else torch.float32

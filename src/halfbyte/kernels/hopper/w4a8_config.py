@@ -33,8 +33,8 @@ _MOST_GROUPS = 224
 class W4A8Config(TileConfig):
     """See :class:`TileConfig`.
 
-    halves: codes and a half are multiplied also where a code serves many tokens; for few, and sums in fp32, they always
-    are.
+    halves: codes and a half are multiplied, also where a code serves many tokens; with fp32 sums and few tokens they
+    always are.
     fp16_sums: sums are kept in fp16. They take half the registers and half the operations that add them up.
     rest: for the features that would make a last round of tiles in which most multiprocessors have none.
     """
@@ -116,6 +116,10 @@ class W4A8Config(TileConfig):
         return up(total + self.pipeline_bytes, 1024)
 
 
+# For few features, where sums in fp16 gain nothing.
+_NARROW_64 = (64, 6144, ANY, W4A8Config(64, 64, split=2, stages=4, stage_blocks=2))
+_NARROW_128 = (128, 6144, 8192, W4A8Config(64, 64, stages=4, stage_blocks=2))
+
 FP32 = Table(
     (
         (8, 6144, 2048, W4A8Config(8, 64, split=4, blocks_per_sm=4)),
@@ -134,11 +138,11 @@ FP32 = Table(
         (32, 6144, ANY, W4A8Config(32, 128, split=8, blocks_per_sm=2)),
         (32, 12288, ANY, W4A8Config(32, 128, split=2)),
         (32, ANY, ANY, W4A8Config(32, 128, blocks_per_sm=2)),
-        (64, 6144, ANY, W4A8Config(64, 64, split=2, stages=4, stage_blocks=2)),
+        _NARROW_64,
         (64, 12288, ANY, W4A8Config(64, 128, split=2, stages=4, stage_blocks=2)),
         (64, 32768, ANY, W4A8Config(64, 128, stages=4, stage_blocks=2)),
         (64, ANY, ANY, W4A8Config(64, 192, stages=4, stage_blocks=2, stream=True)),
-        (128, 6144, 8192, W4A8Config(64, 64, stages=4, stage_blocks=2)),
+        _NARROW_128,
         (128, 6144, ANY, W4A8Config(64, 128, split=2, stages=4, stage_blocks=2)),
         (128, 12288, ANY, W4A8Config(128, 128, split=2, stages=4)),
         (128, 32768, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2, parts=2, halves=True)),
@@ -159,11 +163,11 @@ _fp16 = partial(W4A8Config, fp16_sums=True)
 FP16 = Table(
     (
         *(row for row in FP32.rows if row[0] < 64),
-        (64, 6144, ANY, W4A8Config(64, 64, split=2, stages=4, stage_blocks=2)),
+        _NARROW_64,
         (64, 12288, ANY, _fp16(64, 128, split=2, stages=4, stage_blocks=2)),
         (64, 32768, ANY, _fp16(64, 256, stages=3, stage_blocks=2)),
         (64, ANY, ANY, _fp16(64, 192, stages=4, stage_blocks=2, stream=True)),
-        (128, 6144, 8192, W4A8Config(64, 64, stages=4, stage_blocks=2)),
+        _NARROW_128,
         (128, 6144, ANY, _fp16(128, 64, split=2)),
         (128, 12288, ANY, _fp16(128, 128, split=2)),
         (128, ANY, ANY, _fp16(128, 256, rest=_fp16(128, 192))),

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevic
 from halfbyte.kernels.triton.row_math import (
     ASSEMBLY,
     largest_magnitude,
+    part_of_row,
     rounded,
     scale_for,
     store_fp8,
@@ -135,11 +136,7 @@ def gated_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """A part of one row of the activated gate times ``up``."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row, columns = part_of_row(TILE, PDL)
     values = _read(gate + row * gate_stride, up + row * up_stride, columns, COLUMNS, ACTIVATION)
     tl.store(out + row * COLUMNS + columns, values.to(out.dtype.element_ty), mask=columns < COLUMNS)
 

@@ -14,6 +14,7 @@ from halfbyte.kernels.problem import LinearProblem
 # 128 * 127 * this many products is the most that an int32 sum is sure to hold.
 LARGEST_INT8_K = (2**31 - 1) // (128 * 127)
 
+HALVES = (torch.bfloat16, torch.float16)
 _FLOAT_SCALES = ("bf16", "f16", "f32")
 
 

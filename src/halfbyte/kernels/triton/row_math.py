@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton's interpreter, in which tests run these functions on the CPU, knows no assembly.
 ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
@@ -29,6 +30,15 @@ def tile_columns(GROUPS: tl.constexpr, GROUP: tl.constexpr) -> tl.tensor:
     eights = tl.arange(0, GROUP // 8)[:, None, None]
     groups = tl.arange(0, GROUPS)[None, :, None]
     return groups * GROUP + eights * 8 + tl.arange(0, 8)[None, None, :]
+
+
+@triton.jit
+def part_of_row(TILE: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]  # a tuple of Triton's
+    """A program's row and columns, cut as ``rows.cut_rows`` says, once the kernel in front has ended."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    return tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
 
 
 @triton.jit

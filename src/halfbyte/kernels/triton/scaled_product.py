@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.triton.linear_conditions import name_of
+from halfbyte.kernels.triton.row_math import part_of_row
 from halfbyte.kernels.triton.rows import check_rows, cut_rows, described, on_device
 
 # Small, so that even one token's columns occupy several multiprocessors.
@@ -29,11 +29,7 @@ def scale_product_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """A part of one row. token_stride: 0 where all rows share a scale."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row, columns = part_of_row(TILE, PDL)
     inside = columns < COLUMNS
     values = tl.load(product + row * COLUMNS + columns, mask=inside, other=0.0)
     # Products of E4M3 codes lie between 2^-18 and some 2^32, so times a weight's scale from 2^-108 to 2^95 they stay
