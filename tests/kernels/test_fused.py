@@ -20,10 +20,13 @@ def rows(count: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.T
     return torch.randn(count, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_quantized(found: QuantizedInputs, x: torch.Tensor, group: int) -> None:
+def assert_quantized(
+    found: QuantizedInputs, x: torch.Tensor, group: int, factors: torch.Tensor | None = None
+) -> None:
+    """factors: by which rows are multiplied after they have been quantized."""
     codes, scales = quantize_activations(x, FP8_TOKEN)
     assert torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(found.scales, scales)
+    assert torch.equal(found.scales, scales if factors is None else scales * factors)
     tokens, columns = x.shape
     assert found.sums.shape == (tokens, -(-columns // group))
     assert found.sums.stride(0) % 4 == 0
@@ -52,7 +55,12 @@ def test_the_norm_is_that_of_llama(dtype: torch.dtype) -> None:
         assert torch.equal(normed, norm(x + residual))
         inputs, total = rms_norm_quantize(x, residual, norm.weight, EPS, 64)
         assert torch.equal(total, x + residual)
-        assert_quantized(inputs, normed, 64)
+        values = total.float()
+        inverse_rms = (values.square().mean(-1, keepdim=True) + EPS).rsqrt()
+        assert_quantized(inputs, values * norm.weight.float(), 64, inverse_rms)
+        half_a_step = normed.float().abs() / 16 + inputs.scales * 2.0**-10
+        found = dequantize_activations(inputs.codes, inputs.scales)
+        assert ((found - normed.float()).abs() <= half_a_step * (1 + 2.0**-3)).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

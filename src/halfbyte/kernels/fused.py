@@ -1,8 +1,8 @@
 """What comes before a layer, in one piece with the quantization of the layer's inputs: on the GPU one kernel each.
 
 Off the GPU it is said in torch, which is also the definition: norms and gates round to the inputs' dtype after each
-step, as transformers' modules do, and codes and scales are those of :mod:`halfbyte.formats.activations`.
-All inputs are rows ``[M, K]``.
+step, as transformers' modules do (but for a norm with quantization, which does not round before that), and codes and
+scales are those of :mod:`halfbyte.formats.activations`. All inputs are rows ``[M, K]``.
 """
 
 from __future__ import annotations
@@ -53,21 +53,30 @@ def rms_norm(
         return ops.add_rms_norm(x, residual, weight, eps)
     total = x if residual is None else x + residual
     values = total.float()
-    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(total.dtype), total
+    return weight * (values * _inverse_rms(values, eps)).to(total.dtype), total
 
 
 def rms_norm_quantize(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, group: int
 ) -> tuple[QuantizedInputs, torch.Tensor]:
-    """:func:`rms_norm`, its first result quantized. group: for the sums."""
+    """RMSNorm of ``x + residual``, quantized, and the sum. group: for the sums of codes.
+
+    Unlike :func:`rms_norm`, values are not rounded in between: the RMS, by which a row is divided, goes into its scale.
+    """
     if ops := ops_for(x, weight):
         if residual is None:
             return QuantizedInputs(*ops.rms_norm_quantize_fp8(x, weight, eps, group)), x
         *quantized, total = ops.add_rms_norm_quantize_fp8(x, residual, weight, eps, group)
         return QuantizedInputs(*quantized), total
-    normed, total = rms_norm(x, residual, weight, eps)
-    return quantize(normed, group), total
+    total = x if residual is None else x + residual
+    values = total.float()
+    inputs = quantize(values * weight.float(), group)
+    return inputs._replace(scales=inputs.scales * _inverse_rms(values, eps)), total
+
+
+def _inverse_rms(values: torch.Tensor, eps: float) -> torch.Tensor:
+    """``[M, 1]``, by which rows ``[M, K]`` in fp32 are multiplied."""
+    return torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

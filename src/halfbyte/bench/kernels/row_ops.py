@@ -55,6 +55,14 @@ def _normed(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
     return _bf16(parts[0] * (parts[0].square().mean(-1, keepdim=True) + _EPSILON).rsqrt()) * weight
 
 
+def _normed_exactly(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
+    return parts[0] * (parts[0].square().mean(-1, keepdim=True) + _EPSILON).rsqrt() * weight
+
+
+def _sum_normed_exactly(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
+    return _normed_exactly([_bf16(parts[0] + parts[1])], weight)
+
+
 def _sum_normed(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
     return _normed([_bf16(parts[0] + parts[1])], weight)
 
@@ -70,9 +78,9 @@ def _geglu(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
 OPS = {
     "quantize_fp8_per_token": _RowOp(1, True, _unchanged),
     "rms_norm": _RowOp(1, False, _normed),
-    "rms_norm_quantize_fp8": _RowOp(1, True, _normed),
+    "rms_norm_quantize_fp8": _RowOp(1, True, _normed_exactly),
     "add_rms_norm": _RowOp(2, False, _sum_normed, sums=True),
-    "add_rms_norm_quantize_fp8": _RowOp(2, True, _sum_normed, sums=True),
+    "add_rms_norm_quantize_fp8": _RowOp(2, True, _sum_normed_exactly, sums=True),
     "silu_and_mul": _RowOp(2, False, _swiglu),
     "silu_and_mul_quantize_fp8": _RowOp(2, True, _swiglu),
     "gelu_tanh_and_mul_quantize_fp8": _RowOp(2, True, _geglu),

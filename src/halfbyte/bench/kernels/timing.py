@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 Call = Callable[[], object]
 
+_REST_SECONDS = 0.3
 _SOAK_SECONDS = 0.3
 _WAKE_SECONDS = 0.04
 _CACHES = 3
@@ -42,8 +44,9 @@ class Replay:
     """One captured graph, to be timed in as many passes as one likes.
 
     calls: one per copy of the operands; each is made once outside of the graph first, so that kernels compile
-    and workspaces exist. soak: each pass first runs for 0.3 s, until the power limit holds, without which large
-    products look 7 to 20 % too fast.
+    and workspaces exist. Each pass begins with 0.3 s of rest, so that a kernel does not pay for the heat and the power
+    of the one before it, up to 15 % where 256 rows are multiplied. soak: then it runs for 0.3 s, until the power limit
+    holds, without which large products look 7 to 20 % too fast.
     """
 
     def __init__(self, calls: Sequence[Call], soak: bool) -> None:
@@ -66,6 +69,8 @@ class Replay:
 
     def one_pass(self) -> float:
         """Microseconds of one call: the median over the replays of one pass."""
+        torch.cuda.synchronize()
+        time.sleep(_REST_SECONDS)
         before = _SOAK_SECONDS if self._soak else _WAKE_SECONDS
         for _ in range(math.ceil(before * 1e3 / self._ms)):
             self._graph.replay()

@@ -29,6 +29,7 @@ _MANY = (
     (128, 64, 1),
     (128, 128, 1),
     (128, 128, 2),
+    (128, 192, 1),
     (128, 256, 1),
     (256, 128, 1),
     (256, 128, 2),
@@ -115,8 +116,9 @@ def _tiles(config: Callable[..., TileConfig], tokens: int) -> Iterator[TileConfi
     tiles = _MANY if tokens > 64 else _SIXTY_FOUR
     for (tile, rows, parts), (stages, blocks), split, share in product(tiles, _STAGES, splits, (1, 2)):
         for stream in (False, True) if split == 1 else (False,):
-            if split * share <= 8:
-                yield config(tile, rows, split, share, stages, 1, parts, stream, blocks)
+            for per_sm in (1, 2) if rows == 64 else (1,):
+                if split * share <= 8:
+                    yield config(tile, rows, split, share, stages, per_sm, parts, stream, blocks)
 
 
 def tune(

@@ -15,6 +15,7 @@ SHARED_BYTES = (
     227 * 1024
 )  # what one block may have; several have to fit into 228 KB with 1 KB each for the system
 ANY = 1 << 30
+WAVE = MULTIPROCESSORS * ROWS  # features of tiles of 64 for all multiprocessors: the tables count in these
 MOST_SUMS = 128 * 128  # of the blocks that one multiprocessor runs together
 QUANTUM = 8  # blocks of K: what most kernels' unrolled stages take at once
 
@@ -107,8 +108,13 @@ class TileConfig(ABC):
     @property
     def staged_bytes(self) -> int:
         """For sums on their way to other blocks, and for finished tokens on their way out: ``Staged``."""
-        exchanged = self.tokens * self.rows * 4 if self.split > 1 else 0
-        return exchanged + (self._buffered_tokens * self.rows * 2 if self.staged_tokens else 16)
+        sent = self.tokens * self.rows * self.sent_bytes // self.split * (self.split - 1)
+        return sent + (self._buffered_tokens * self.rows * 2 if self.staged_tokens else 16)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of one sum that goes from one of the blocks that divide K to another."""
+        return 4
 
     @property
     def staged_tokens(self) -> int:
@@ -144,6 +150,7 @@ class TileConfig(ABC):
             "STAGE_BLOCKS": self.stage_blocks,
             "STREAM": int(self.stream),
             "COLUMNS": self.columns,
+            "SENT_BYTES": self.sent_bytes,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "GROUP_SIZE": fmt.group_size,
             "ZERO_POINTS": int(fmt.zeros is not None),
@@ -156,7 +163,10 @@ Config = TypeVar("Config", bound=TileConfig)
 
 @dataclass(frozen=True)
 class Table(Generic[Config]):
-    """rows: (at most so many tokens, output features and inputs; the first row that fits counts): config."""
+    """rows: (at most so many tokens, output features and inputs; the first row that fits counts): config.
+
+    Features at which configurations change are mostly those that their tiles can have in one round.
+    """
 
     rows: Sequence[tuple[int, int, int, Config]]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
-from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, up
+from halfbyte.kernels.hopper.config import ANY, WAVE, Table, TileConfig, up
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,29 @@ class W4A16Config(TileConfig):
 
 
 _FEW_TOKENS = (
-    (8, 6144, ANY, W4A16Config(8, 64, split=8, blocks_per_sm=4)),
-    (8, 12288, ANY, W4A16Config(8, 128, split=4, stages=6, blocks_per_sm=2)),
-    (8, 32768, ANY, W4A16Config(8, 64, blocks_per_sm=4)),
+    (8, WAVE // 2, ANY, W4A16Config(8, 64, split=8, blocks_per_sm=4)),
+    (8, WAVE, ANY, W4A16Config(8, 128, split=4, stages=6, blocks_per_sm=2)),
+    (8, WAVE * 2, ANY, W4A16Config(8, 128, split=2, stages=6, blocks_per_sm=2)),
+    (8, WAVE * 4, ANY, W4A16Config(8, 64, blocks_per_sm=4)),
     (8, ANY, ANY, W4A16Config(8, 128, stages=6, blocks_per_sm=2)),
-    (16, 6144, ANY, W4A16Config(16, 64, split=8, blocks_per_sm=4)),
-    (16, 12288, ANY, W4A16Config(16, 128, split=4, stages=6, blocks_per_sm=2)),
-    (16, 32768, ANY, W4A16Config(16, 64, blocks_per_sm=4)),
+    (16, WAVE // 2, ANY, W4A16Config(16, 64, split=8, blocks_per_sm=4)),
+    (16, WAVE, ANY, W4A16Config(16, 128, split=4, stages=6, blocks_per_sm=2)),
+    (16, WAVE * 2, ANY, W4A16Config(16, 128, split=2, stages=6, blocks_per_sm=2)),
+    (16, WAVE * 4, ANY, W4A16Config(16, 64, blocks_per_sm=4)),
     (16, ANY, ANY, W4A16Config(16, 128, stages=6, blocks_per_sm=2)),
-    (32, 6144, 8192, W4A16Config(32, 128, split=4, stages=5, blocks_per_sm=2)),
-    (32, 6144, ANY, W4A16Config(32, 128, split=8, stages=5, blocks_per_sm=2)),
-    (32, 12288, ANY, W4A16Config(32, 128, split=2)),
+    (32, WAVE // 2, ANY, W4A16Config(32, 64, split=4, stages=6, blocks_per_sm=2)),
+    (32, WAVE, ANY, W4A16Config(32, 64, split=2, stages=6, blocks_per_sm=2)),
+    (32, WAVE * 2, ANY, W4A16Config(32, 128, split=2, stages=5, blocks_per_sm=2)),
     (32, ANY, ANY, W4A16Config(32, 128, stages=5, blocks_per_sm=2)),
-    (64, 6144, ANY, W4A16Config(64, 64, split=2, stages=4)),
-    (64, 12288, ANY, W4A16Config(64, 128, split=2, stages=6)),
+    (64, WAVE // 2, ANY, W4A16Config(64, 64, split=4, stages=4, blocks_per_sm=2)),
+    (64, 6144, ANY, W4A16Config(64, 64, split=2, stages=4, blocks_per_sm=2)),
+    (64, WAVE, ANY, W4A16Config(64, 128, split=2, stages=6)),
     (64, ANY, ANY, W4A16Config(64, 128, stages=6)),
-    (128, 6144, ANY, W4A16Config(64, 128, split=2, stages=6)),
-    (128, 12288, ANY, W4A16Config(128, 128, split=2, stages=3)),
+    (128, WAVE // 2, ANY, W4A16Config(128, 64, split=4, stages=2, blocks_per_sm=2)),
+    (128, WAVE, ANY, W4A16Config(128, 128, split=2, stages=3)),
     (128, ANY, ANY, W4A16Config(128, 128, stages=4)),
-    (256, 6144, ANY, W4A16Config(128, 128, split=2, stages=3)),
-    (256, 24576, ANY, W4A16Config(128, 128, stages=4)),
+    (256, WAVE // 2, ANY, W4A16Config(128, 128, split=2, stages=3)),
+    (256, WAVE * 3, ANY, W4A16Config(128, 128, stages=4)),
     (1024, 6144, ANY, W4A16Config(128, 128, share=2, stages=5)),
 )
 

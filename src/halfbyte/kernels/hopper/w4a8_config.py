@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
-from halfbyte.kernels.hopper.config import ANY, Table, TileConfig, ceil_div, up
+from halfbyte.kernels.hopper.config import ANY, WAVE, Table, TileConfig, ceil_div, up
 
 SUMS_AT_ONCE = 8  # groups whose offsets are multiplied at once
 _ROUND = 8  # blocks of K that are unrolled, where a block is one group
@@ -70,6 +70,11 @@ class W4A8Config(TileConfig):
         """
         return self.fp16_sums or (fmt.zeros is None and self.tokens > _FEW_TOKENS and not self.halves)
 
+    @property
+    def sent_bytes(self) -> int:
+        # A thread sends 16 bytes at once: in fp16 of two eights of tokens.
+        return 2 if self.fp16_sums and self.tokens // 16 % self.split == 0 else 4
+
     def _may_go_ahead(self, fmt: BlockFormat) -> bool:
         # For few tokens registers are better spent on more blocks, for many on longer steps. (Sums in fp16 leave room
         # for both, but it is no faster, and some versions of NVRTC run out of registers.)
@@ -87,7 +92,7 @@ class W4A8Config(TileConfig):
             return False  # scales that are not normalized, or offsets, which are fp32
         longer = self.plain(fmt) and not self.fp16_sums and fmt.groups == 1 and self.rows <= 128
         most = _MOST_REGISTERS if longer else self._most
-        fits = self._registers(1, 1) <= most and (self.tokens <= 128 or self.split == 1)
+        fits = self._registers(1, 1) <= most and (self.tokens <= 128 or self.split == 1 or self.fp16_sums)
         if self.halves and (self.tokens <= _FEW_TOKENS or self.fp16_sums):
             return False  # the same kernel as without
         if self.rows == 256 and fmt.groups > 1:
@@ -116,45 +121,50 @@ class W4A8Config(TileConfig):
         return up(total + self.pipeline_bytes, 1024)
 
 
-# For few features, where sums in fp16 gain nothing.
-_NARROW_64 = (64, 6144, ANY, W4A8Config(64, 64, split=2, stages=4, stage_blocks=2))
-_NARROW_128 = (128, 6144, 8192, W4A8Config(64, 64, stages=4, stage_blocks=2))
+_LARGEST = (
+    (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=2)),
+    (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=4)),
+)
 
 FP32 = Table(
     (
-        (8, 6144, 2048, W4A8Config(8, 64, split=4, blocks_per_sm=4)),
-        (8, 6144, ANY, W4A8Config(8, 64, split=8, blocks_per_sm=4)),
-        (8, 12288, ANY, W4A8Config(8, 64, split=4, blocks_per_sm=4)),
-        (8, 24576, ANY, W4A8Config(8, 128, blocks_per_sm=2)),
+        (8, WAVE // 2, 2048, W4A8Config(8, 64, split=4, blocks_per_sm=4)),
+        (8, WAVE // 2, ANY, W4A8Config(8, 64, split=8, blocks_per_sm=4)),
+        (8, 6144, ANY, W4A8Config(8, 128, split=4, blocks_per_sm=2)),
+        (8, WAVE, ANY, W4A8Config(8, 64, split=4, blocks_per_sm=4)),
+        (8, WAVE * 2, ANY, W4A8Config(8, 128, split=2, blocks_per_sm=2)),
+        (8, WAVE * 3, ANY, W4A8Config(8, 128, blocks_per_sm=2)),
         (8, ANY, ANY, W4A8Config(8, 256, stream=True)),
         (8, ANY, ANY, W4A8Config(8, 128, blocks_per_sm=2)),
-        (16, 6144, 2048, W4A8Config(16, 128, split=4, blocks_per_sm=2)),
-        (16, 6144, ANY, W4A8Config(16, 64, split=8, blocks_per_sm=4)),
-        (16, 12288, ANY, W4A8Config(16, 128, split=4, blocks_per_sm=2)),
-        (16, 32768, ANY, W4A8Config(16, 128, blocks_per_sm=2)),
+        (16, WAVE // 2, 2048, W4A8Config(16, 128, split=4, blocks_per_sm=2)),
+        (16, WAVE // 2, ANY, W4A8Config(16, 64, split=8, blocks_per_sm=4)),
+        (16, WAVE, ANY, W4A8Config(16, 128, split=4, blocks_per_sm=2)),
+        (16, WAVE * 2, ANY, W4A8Config(16, 128, split=2, blocks_per_sm=2)),
+        (16, WAVE * 4, ANY, W4A8Config(16, 128, blocks_per_sm=2)),
         (16, ANY, ANY, W4A8Config(16, 256, stream=True)),
         (16, ANY, ANY, W4A8Config(16, 128, blocks_per_sm=2)),
-        (32, 6144, 8192, W4A8Config(32, 128, split=4, blocks_per_sm=2)),
-        (32, 6144, ANY, W4A8Config(32, 128, split=8, blocks_per_sm=2)),
-        (32, 12288, ANY, W4A8Config(32, 128, split=2)),
+        (32, WAVE // 2, ANY, W4A8Config(32, 64, split=4, blocks_per_sm=2)),
+        (32, WAVE, ANY, W4A8Config(32, 64, split=2, blocks_per_sm=2)),
+        (32, WAVE * 2, ANY, W4A8Config(32, 128, split=2, blocks_per_sm=2)),
         (32, ANY, ANY, W4A8Config(32, 128, blocks_per_sm=2)),
-        _NARROW_64,
+        (64, WAVE // 2, ANY, W4A8Config(64, 64, split=2, stages=4, stage_blocks=2)),
+        (64, 6144, ANY, W4A8Config(64, 64, split=2, blocks_per_sm=2)),
         (64, 12288, ANY, W4A8Config(64, 128, split=2, stages=4, stage_blocks=2)),
-        (64, 32768, ANY, W4A8Config(64, 128, stages=4, stage_blocks=2)),
+        (64, WAVE * 4, ANY, W4A8Config(64, 128, stages=4, stage_blocks=2)),
         (64, ANY, ANY, W4A8Config(64, 192, stages=4, stage_blocks=2, stream=True)),
-        _NARROW_128,
-        (128, 6144, ANY, W4A8Config(64, 128, split=2, stages=4, stage_blocks=2)),
+        (128, WAVE // 2, 8192, W4A8Config(64, 64, stages=4, stage_blocks=2)),
+        (128, WAVE // 2, ANY, W4A8Config(64, 128, split=2, stages=4, stage_blocks=2)),
+        (128, 6144, ANY, W4A8Config(128, 64, split=2, blocks_per_sm=2)),
         (128, 12288, ANY, W4A8Config(128, 128, split=2, stages=4)),
-        (128, 32768, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2, parts=2, halves=True)),
+        (128, WAVE * 4, ANY, W4A8Config(128, 128, stages=4, stage_blocks=2, parts=2, halves=True)),
         (128, ANY, ANY, W4A8Config(128, 128)),
-        (256, 6144, 8192, W4A8Config(64, 128, stages=4, stage_blocks=2)),
-        (256, 6144, ANY, W4A8Config(128, 128, split=2, stages=4)),
-        (256, 24576, ANY, W4A8Config(128, 128)),
+        (256, WAVE // 2, 8192, W4A8Config(64, 128, stages=4, stage_blocks=2)),
+        (256, WAVE // 2, ANY, W4A8Config(128, 128, split=2, stages=4)),
+        (256, WAVE * 3, ANY, W4A8Config(128, 128)),
         (256, ANY, ANY, W4A8Config(256, 128, stages=4, parts=2)),
         (256, ANY, ANY, W4A8Config(256, 128, stages=4, parts=4)),
         (512, 6144, ANY, W4A8Config(128, 128)),
-        (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=2)),
-        (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=4)),
+        *_LARGEST,
     )
 )
 
@@ -163,19 +173,34 @@ _fp16 = partial(W4A8Config, fp16_sums=True)
 FP16 = Table(
     (
         *(row for row in FP32.rows if row[0] < 64),
-        _NARROW_64,
-        (64, 12288, ANY, _fp16(64, 128, split=2, stages=4, stage_blocks=2)),
-        (64, 32768, ANY, _fp16(64, 256, stages=3, stage_blocks=2)),
-        (64, ANY, ANY, _fp16(64, 192, stages=4, stage_blocks=2, stream=True)),
-        _NARROW_128,
-        (128, 6144, ANY, _fp16(128, 64, split=2)),
-        (128, 12288, ANY, _fp16(128, 128, split=2)),
+        (64, WAVE // 2, 4096, _fp16(64, 64, split=2)),
+        (64, WAVE // 2, ANY, _fp16(64, 64, split=4, blocks_per_sm=2)),
+        (64, WAVE, ANY, _fp16(64, 64, split=2, blocks_per_sm=2)),
+        (64, WAVE * 3 // 2, ANY, _fp16(64, 192, split=2, stages=4, stage_blocks=2)),
+        (64, WAVE * 2, ANY, _fp16(64, 128, stages=4, stage_blocks=2)),
+        (64, WAVE * 3, ANY, _fp16(64, 192, stages=4, stage_blocks=2)),
+        (64, WAVE * 4, ANY, _fp16(64, 256, stages=3, stage_blocks=2)),
+        (64, WAVE * 6, ANY, _fp16(64, 192, stages=4, stage_blocks=2, stream=True)),
+        (64, ANY, ANY, _fp16(64, 256, stages=3, stage_blocks=2)),
+        (128, WAVE // 4, ANY, _fp16(64, 64, split=4, blocks_per_sm=2)),
+        (128, WAVE // 2, ANY, _fp16(128, 64, split=4, blocks_per_sm=2)),
+        (128, WAVE, ANY, _fp16(128, 128, split=2)),
+        (128, WAVE * 2, ANY, _fp16(128, 128)),
+        (128, WAVE * 3, ANY, _fp16(128, 192)),
+        (128, WAVE * 4, ANY, _fp16(128, 256)),
+        (128, WAVE * 6, ANY, _fp16(128, 192)),
         (128, ANY, ANY, _fp16(128, 256, rest=_fp16(128, 192))),
-        (256, 6144, 8192, _fp16(128, 64)),
-        (256, 6144, ANY, _fp16(128, 128, split=2)),
-        (256, 24576, ANY, _fp16(128, 128)),
+        (256, WAVE // 4, ANY, _fp16(128, 64, split=4, blocks_per_sm=2)),
+        (256, WAVE // 2, 8192, _fp16(128, 64, split=2, blocks_per_sm=2)),
+        (256, WAVE // 2, ANY, _fp16(128, 128, split=2)),
+        (256, WAVE, ANY, _fp16(128, 128)),
+        (256, WAVE * 3 // 2, ANY, _fp16(128, 192)),
+        (256, WAVE * 2, ANY, _fp16(256, 128, stages=4, parts=2)),
+        (256, WAVE * 3, ANY, _fp16(128, 192)),
         (256, ANY, ANY, _fp16(256, 128, stages=4, parts=2, rest=_fp16(128, 128))),
-        (512, 6144, ANY, _fp16(128, 128)),
+        (512, WAVE // 4, ANY, _fp16(128, 128, split=2)),
+        (512, WAVE // 2, ANY, _fp16(128, 128)),
+        (512, WAVE * 3 // 4, ANY, _fp16(128, 192)),
         (512, ANY, ANY, _fp16(256, 128, share=2, stages=4, parts=2, rest=_fp16(128, 128))),
         (ANY, ANY, ANY, _fp16(256, 128, share=2, stages=4, parts=2)),
         *FP32.rows,

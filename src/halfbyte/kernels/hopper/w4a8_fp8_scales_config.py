@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
-from halfbyte.kernels.hopper.config import ANY, QUANTUM, Table, TileConfig, up
+from halfbyte.kernels.hopper.config import ANY, QUANTUM, WAVE, Table, TileConfig, up
 
 
 @dataclass(frozen=True)
@@ -22,26 +22,34 @@ class W4A8Fp8ScalesConfig(TileConfig):
         return up(total + self.pipeline_bytes, 1024)
 
 
+_config = W4A8Fp8ScalesConfig
+
 TABLE = Table(
     (
-        (8, 6144, ANY, W4A8Fp8ScalesConfig(8, 64, split=8, blocks_per_sm=4)),
-        (8, 12288, ANY, W4A8Fp8ScalesConfig(8, 128, split=4, blocks_per_sm=2)),
-        (8, ANY, ANY, W4A8Fp8ScalesConfig(8, 128, blocks_per_sm=2)),
-        (16, 6144, ANY, W4A8Fp8ScalesConfig(16, 64, split=8, blocks_per_sm=4)),
-        (16, 12288, ANY, W4A8Fp8ScalesConfig(16, 128, split=4, blocks_per_sm=2)),
-        (16, ANY, ANY, W4A8Fp8ScalesConfig(16, 128, blocks_per_sm=2)),
-        (32, 6144, ANY, W4A8Fp8ScalesConfig(32, 128, split=8, blocks_per_sm=2)),
-        (32, 12288, ANY, W4A8Fp8ScalesConfig(32, 128, split=2)),
-        (32, ANY, ANY, W4A8Fp8ScalesConfig(32, 128, blocks_per_sm=2)),
-        (64, 6144, ANY, W4A8Fp8ScalesConfig(64, 64, split=2)),
-        (64, 12288, ANY, W4A8Fp8ScalesConfig(64, 128, split=2)),
-        (64, ANY, ANY, W4A8Fp8ScalesConfig(64, 128)),
-        (128, 12288, ANY, W4A8Fp8ScalesConfig(64, 128)),
-        (128, ANY, ANY, W4A8Fp8ScalesConfig(128, 128)),
-        (256, 6144, ANY, W4A8Fp8ScalesConfig(64, 128)),
-        (256, 12288, ANY, W4A8Fp8ScalesConfig(128, 128)),
-        (256, ANY, ANY, W4A8Fp8ScalesConfig(256, 128, stages=4)),
-        (512, 6144, ANY, W4A8Fp8ScalesConfig(128, 128)),
-        (ANY, ANY, ANY, W4A8Fp8ScalesConfig(256, 128, stages=4, share=2)),
+        (8, WAVE // 2, ANY, _config(8, 64, split=8, blocks_per_sm=4)),
+        (8, WAVE, ANY, _config(8, 64, split=4, blocks_per_sm=4)),
+        (8, WAVE * 2, ANY, _config(8, 128, split=2, blocks_per_sm=2)),
+        (8, WAVE * 4, ANY, _config(8, 128, blocks_per_sm=2)),
+        (8, ANY, ANY, _config(8, 256, stream=True)),
+        (16, WAVE // 2, ANY, _config(16, 64, split=8, blocks_per_sm=4)),
+        (16, WAVE, ANY, _config(16, 128, split=4, blocks_per_sm=2)),
+        (16, WAVE * 2, ANY, _config(16, 128, split=2, blocks_per_sm=2)),
+        (16, ANY, ANY, _config(16, 128, blocks_per_sm=2)),
+        (32, WAVE // 2, ANY, _config(32, 64, split=4, blocks_per_sm=2)),
+        (32, WAVE, ANY, _config(32, 64, split=2, blocks_per_sm=2)),
+        (32, WAVE * 2, ANY, _config(32, 128, split=2, blocks_per_sm=2)),
+        (32, ANY, ANY, _config(32, 128, blocks_per_sm=2)),
+        (64, WAVE // 2, ANY, _config(64, 64, split=4, blocks_per_sm=2)),
+        (64, WAVE, ANY, _config(64, 64, split=2, blocks_per_sm=2)),
+        (64, WAVE * 2, ANY, _config(64, 128)),
+        (64, ANY, ANY, _config(64, 256, stages=4)),
+        (128, WAVE // 2, ANY, _config(128, 64, split=4, blocks_per_sm=2)),
+        (128, WAVE, ANY, _config(128, 128, split=2)),
+        (128, ANY, ANY, _config(128, 128)),
+        (256, WAVE // 2, ANY, _config(128, 128, split=2)),
+        (256, WAVE * 3 // 2, ANY, _config(128, 128)),
+        (256, ANY, ANY, _config(256, 128, stages=4)),
+        (512, 6144, ANY, _config(128, 128)),
+        (ANY, ANY, ANY, _config(256, 128, stages=4, share=2)),
     )
 )

@@ -3,8 +3,11 @@
 
 ``torch.ops.halfbyte``: ``rms_norm``, ``add_rms_norm``, ``rms_norm_quantize_fp8``, ``add_rms_norm_quantize_fp8``.
 The numbers are those of Llama's RMSNorm in transformers: the sum of squares and its root in fp32, the normed
-values rounded to the model's dtype, then the product with the weight, rounded again. Codes, scales and sums of
-what comes out are as in :mod:`halfbyte.kernels.triton.activations`.
+values rounded to the model's dtype, then the product with the weight, rounded again.
+
+With quantization nothing is rounded in between: a row's RMS divides all its values alike, so it goes into the scale,
+and codes are those of the row times the weight in fp32. So squares are summed while the largest value is looked for.
+Codes, scales and sums are as in :mod:`halfbyte.kernels.triton.activations`.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.triton.row_math import (
-    largest_magnitude,
     rounded,
     scale_for,
+    squares_and_largest_magnitude,
     store_fp8,
     sums_of_row,
     tile_columns,
@@ -66,15 +69,17 @@ def norm_kernel(
         stream = widened(tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0))
         values = rounded(values + stream, DTYPE)
         tl.store(hidden + row * COLUMNS + columns, values.to(DTYPE), mask=inside)
-    root = tl.rsqrt(tl.sum(values * values) * (1.0 / COLUMNS) + eps)
-    values = rounded(rounded(values * root, DTYPE) * widened(factors), DTYPE)
     if sums is None:
+        root = tl.rsqrt(tl.sum(values * values) * (1.0 / COLUMNS) + eps)
+        values = rounded(rounded(values * root, DTYPE) * widened(factors), DTYPE)
         tl.store(normed + row * COLUMNS + columns, values.to(DTYPE), mask=inside)
     else:
-        scale = scale_for(largest_magnitude(values), 448.0)
-        tl.store(scales + row, scale)
+        weighted = values * widened(factors)
+        squares, magnitude = squares_and_largest_magnitude(values, weighted)
+        scale = scale_for(magnitude, 448.0)
+        tl.store(scales + row, scale * tl.rsqrt(squares * (1.0 / COLUMNS) + eps))
         store_fp8(
-            values,
+            weighted,
             scale,
             codes + row * COLUMNS,
             sums_of_row(sums, row, GROUP, COLUMNS),
@@ -82,7 +87,7 @@ def norm_kernel(
             columns,
             GROUP,
             COLUMNS,
-            DTYPE,
+            tl.float32,
         )
 
 
@@ -110,7 +115,7 @@ def add_rms_norm(
 def rms_norm_quantize_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What ``rms_norm`` gives as E4M3 codes ``[M, K]``, fp32 scales ``[M, 1]`` and sums per group."""
+    """RMSNorm as E4M3 codes ``[M, K]``, fp32 scales ``[M, 1]`` and sums per group, without rounding in between."""
     _check("rms_norm_quantize_fp8", weight, x)
     check_fp8("rms_norm_quantize_fp8", x, group_size)
     outputs = fp8_outputs(x, group_size)

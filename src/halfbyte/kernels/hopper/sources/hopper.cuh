@@ -100,10 +100,10 @@ __device__ __forceinline__ u32 remote_address(u32 address, u32 rank) {
 }
 
 // Sixteen bytes into another block's shared memory; its barrier counts them when they have landed.
-__device__ __forceinline__ void store_remote(u32 address, u32 barrier, float a, float b, float c, float d) {
+__device__ __forceinline__ void store_remote(u32 address, u32 barrier, const u32 (&words)[4]) {
     asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
-        "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(barrier)
         : "memory");
 }
 
@@ -289,6 +289,7 @@ struct Half {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
         return both;
     }
+    static __device__ __forceinline__ Half of_pair(u32 both, int i) { return {static_cast<u16>(both >> i * 16)}; }
     __device__ __forceinline__ float value() const {
         float out;
         asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));

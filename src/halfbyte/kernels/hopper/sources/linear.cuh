@@ -5,7 +5,7 @@
 // divide K and add up in each other's shared memory.
 //
 // The including file defines TOKENS, TILE_ROWS, SPLIT, SHARE, STAGES, STAGE_BLOCKS, STREAM, BLOCKS_PER_SM, GROUP_SIZE,
-// ZERO_POINTS, COLUMNS, SHARED_BYTES, Scale, Out.
+// ZERO_POINTS, COLUMNS, SENT_BYTES, SHARED_BYTES, Scale, Out.
 #pragma once
 #include "hopper.cuh"
 
@@ -26,6 +26,11 @@ constexpr int PARTS = TOKENS / COLUMNS;
 constexpr int PART_SUMS = COLUMNS / 2;
 constexpr int ACCUMULATORS = TOKENS / 2;
 constexpr int QUADS = ACCUMULATORS / 4 * CONSUMERS;  // sums of a tile, in fours
+
+// Blocks that divide K send each other sums in fp32, or in fp16 where they are kept so: so many a thread at once.
+constexpr int PIECE_SUMS = 16 / SENT_BYTES;
+constexpr int PIECES = ACCUMULATORS / PIECE_SUMS * CONSUMERS;
+constexpr int OWN_PIECES = PIECES / SPLIT;  // those that a block adds up
 
 template <int PRODUCER_REGISTERS>
 struct Registers {

@@ -15,7 +15,7 @@ struct Pipeline {
         }
         barrier_init(shared_address(&reduced), 1);
         barrier_init_fence();
-        if constexpr (SPLIT > 1) barrier_expect(shared_address(&reduced), QUADS * 16);
+        if constexpr (SPLIT > 1) barrier_expect(shared_address(&reduced), (SPLIT - 1) * OWN_PIECES * 16);
     }
 
     // By a warp that has read all it needs of a stage, all its threads at once.

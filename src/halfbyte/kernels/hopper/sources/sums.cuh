@@ -31,6 +31,6 @@ struct Sums<true> {
     }
     static __device__ __forceinline__ void add_offsets(Word (&)[WORDS], const u32 (&)[4], u64) {}  // plain codes have none
     static __device__ __forceinline__ float number(const Word (&words)[WORDS], int j) {
-        return Half{static_cast<u16>(words[j / 2] >> j % 2 * 16)}.value();
+        return Half::of_pair(words[j / 2], j % 2).value();
     }
 };

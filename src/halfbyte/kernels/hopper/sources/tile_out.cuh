@@ -13,14 +13,14 @@ constexpr int STAGED_BUFFERS = OWN_TOKENS <= 64 ? 1 : OWN_TOKENS <= 128 ? 2 : 4;
 constexpr int STAGED_BYTES = STAGED_TOKENS * 128;
 static_assert(OWN_TOKENS % STAGED_TOKENS == 0);
 
-template <bool EXCHANGES>
+template <int SENDERS>
 struct Exchange {
-    alignas(16) float4 partial[QUADS];  // [source][this block's share]
+    alignas(16) uint4 sent[SENDERS][OWN_PIECES];
 };
 template <>
-struct Exchange<false> {};
+struct Exchange<0> {};
 
-struct Staged : Exchange<(SPLIT > 1)> {
+struct Staged : Exchange<SPLIT - 1> {
     alignas(STAGED ? 1024 : 16) u8 out[STAGED ? WARPGROUPS : 1][STAGED ? STAGED_BUFFERS * STAGED_BYTES : 16];
 };
 
@@ -73,33 +73,42 @@ __device__ __forceinline__ bool finishes(
     return true;
 }
 
-// Parts of sums to the blocks that add them up, and this block's back. of(j): this thread's sum j. Returns where they are:
-// quad i of this block's share is the sum of `SPLIT` quads, QUADS / SPLIT apart.
+// Sums to the blocks that add them up, and others' of this block's own. of(j): this thread's sum j.
 template <class Of>
-__device__ __forceinline__ const float4* exchange(Pipeline& pipeline, Staged& staged, const Place& place, int thread, Of of) {
-    constexpr int PART = QUADS / SPLIT;
-    const u32 buffer = shared_address(staged.partial), barrier = shared_address(&pipeline.reduced);
+__device__ __forceinline__ void exchange(Pipeline& pipeline, Staged& staged, const Place& place, int thread, Of of) {
+    const u32 buffer = shared_address(staged.sent), barrier = shared_address(&pipeline.reduced);
     meet_warpgroup();  // what `finished` reads has been written
 #pragma unroll
-    for (int j = 0; j < ACCUMULATORS / 4; ++j) {
-        const int quad = j * CONSUMERS + thread;
-        const u32 owner = quad / PART * SHARE + place.neighbour;
+    for (int j = 0; j < ACCUMULATORS / PIECE_SUMS; ++j) {
+        const u32 piece = j * CONSUMERS + thread, owner = piece / OWN_PIECES;
+        if (owner == place.part) continue;
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (SENT_BYTES == 4) words[i] = __float_as_uint(of(4 * j + i));
+            else words[i] = Half::pack(of(8 * j + 2 * i), of(8 * j + 2 * i + 1));
+        }
+        const u32 sender = (place.part + SPLIT - 1 - owner) % SPLIT, block = owner * SHARE + place.neighbour;
         store_remote(
-            remote_address(buffer + (place.part * PART + quad % PART) * 16, owner), remote_address(barrier, owner),
-            of(4 * j), of(4 * j + 1), of(4 * j + 2), of(4 * j + 3));
+            remote_address(buffer + (sender * OWN_PIECES + piece % OWN_PIECES) * 16, block), remote_address(barrier, block),
+            words);
     }
     barrier_wait_cluster(barrier, 0);
-    return staged.partial;
 }
 
-__device__ __forceinline__ float4 added(const float4* partial, int i) {
-    float4 sum = partial[i];
+// To a piece of this block's own sums, what others have sent of it.
+template <int SENDERS>
+__device__ __forceinline__ void add_sent(float (&sums)[PIECE_SUMS], const Exchange<SENDERS>& received, int piece) {
 #pragma unroll
-    for (int source = 1; source < SPLIT; ++source) {
-        const float4 more = partial[source * (QUADS / SPLIT) + i];
-        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+    for (int sender = 0; sender < SENDERS; ++sender) {
+        const uint4 more = received.sent[sender][piece];
+        const u32 words[4] = {more.x, more.y, more.z, more.w};
+#pragma unroll
+        for (int i = 0; i < PIECE_SUMS; ++i) {
+            if constexpr (SENT_BYTES == 4) sums[i] += __uint_as_float(words[i]);
+            else sums[i] += Half::of_pair(words[i / 2], i % 2).value();
+        }
     }
-    return sum;
 }
 
 // A tile's tokens' scales to shared memory, for a warpgroup of whoever finishes the tile, while products run.
@@ -116,8 +125,9 @@ __device__ __forceinline__ void await_scales(float (&scales)[TOKENS], float fact
     for (int i = threadIdx.x % 128; i < TOKENS; i += 128) scales[i] *= factor;
 }
 
-// A finished tile to memory, by its warpgroups. of(j): this thread's sum j. of_feature(n): what `finished` wants to know
-// of feature n of the matrix. finished(sum, m, about): the result for token m of the tile and that feature.
+// A finished tile to memory, by its warpgroups. of(j): this thread's sum j. of_feature(n, i): what `finished` wants to know
+// of feature n of the matrix, this thread's row i. finished(sum, m, about): the result for token m of the tile and that
+// feature.
 template <class Of, class OfFeature, class Finished>
 __device__ __forceinline__ void store_tile(
     Pipeline& pipeline, Staged& staged, const Problem& p, const Place& place, const TensorMap& out_map, int feature_base,
@@ -125,39 +135,49 @@ __device__ __forceinline__ void store_tile(
     // Read anew, or else the compiler computes addresses before the loop and has them in its way all along.
     const int thread = thread_now(), lane = thread & 31, warpgroup = thread / 128, warp = thread / 32 % 4;
     if constexpr (!STAGED) {
-        constexpr int PART = QUADS / SPLIT;
-        const float4* const partial = exchange(pipeline, staged, place, thread, of);
-        for (int i = thread; i < PART; i += CONSUMERS) {
-            const float4 sum = added(partial, i);
-            const int quad = place.part * PART + i, from = quad % CONSUMERS;
-            const int feature = feature_base + from / 128 * 64 + from / 32 % 4 * 16 + from % 32 / 4;
-            const int token = quad / CONSUMERS * 8 + from % 4 * 2;
-            const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+        exchange(pipeline, staged, place, thread, of);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int n = feature + e / 2 * 8, m = token + e % 2;
+        for (int j = 0; j < ACCUMULATORS / PIECE_SUMS; ++j) {
+            const u32 piece = j * CONSUMERS + thread;
+            if (piece / OWN_PIECES != place.part) continue;
+            float values[PIECE_SUMS];
+#pragma unroll
+            for (int e = 0; e < PIECE_SUMS; ++e) values[e] = of(PIECE_SUMS * j + e);
+            add_sent(values, staged, piece % OWN_PIECES);
+#pragma unroll
+            for (int e = 0; e < PIECE_SUMS; ++e) {
+                const int row = e / 2 % 2, n = feature_base + warpgroup * 64 + warp * 16 + lane / 4 + row * 8;
+                const int m = (PIECE_SUMS * j + e) / 4 * 8 + lane % 4 * 2 + e % 2;
                 if (n < p.features && token_base + m < p.tokens)
-                    out[static_cast<u64>(token_base + m) * p.features + n] = Out::of(finished(values[e], m, of_feature(n)));
+                    out[static_cast<u64>(token_base + m) * p.features + n] =
+                        Out::of(finished(values[e], m, of_feature(n, row)));
             }
         }
     } else {
-        float own[SPLIT > 1 ? OWN_TOKENS / 2 : 1];
+        constexpr int OWN_SUMS = OWN_TOKENS / 2;
+        float own[SPLIT > 1 ? OWN_SUMS / PIECE_SUMS : 1][PIECE_SUMS];
         int first_token = 0;  // in the tile, of those that are this block's
         if constexpr (SPLIT > 1) {
-            const float4* const partial = exchange(pipeline, staged, place, thread, of);
+            exchange(pipeline, staged, place, thread, of);
             first_token = place.part * OWN_TOKENS;
 #pragma unroll
-            for (int j = 0; j < OWN_TOKENS / 8; ++j) {
-                const float4 sum = added(partial, j * CONSUMERS + thread);
-                own[4 * j] = sum.x, own[4 * j + 1] = sum.y, own[4 * j + 2] = sum.z, own[4 * j + 3] = sum.w;
+            for (int i = 0; i < OWN_SUMS / PIECE_SUMS; ++i) {
+#pragma unroll
+                for (int e = 0; e < PIECE_SUMS; ++e) {
+#pragma unroll
+                    for (u32 part = 0; part < SPLIT; ++part)
+                        if (part == place.part) own[i][e] = of(part * OWN_SUMS + i * PIECE_SUMS + e);
+                }
+                add_sent(own[i], staged, i * CONSUMERS + thread);
             }
         }
         auto own_of = [&](int j) {
-            if constexpr (SPLIT > 1) return own[j];
+            if constexpr (SPLIT > 1) return own[j / PIECE_SUMS][j % PIECE_SUMS];
             else return of(j);
         };
         const int feature = feature_base + warpgroup * 64, column = lane % 4 * 2, in_eight = lane % 8;
-        const auto low = of_feature(feature + warp * 16 + lane / 4), high = of_feature(feature + warp * 16 + lane / 4 + 8);
+        const int first_row = feature + warp * 16 + lane / 4;
+        const auto low = of_feature(first_row, 0), high = of_feature(first_row + 8, 1);
         const u32 buffer = shared_address(staged.out[warpgroup]);
         const u32 row_of_lane = in_eight * 128 + ((warp * 2 + lane / 8 % 2 ^ in_eight) << 4);
         if (thread % 128 == 0) wait_for_copies_out<0>();  // buffers are free

@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
             if (!finishes(p, schedule, place, segment, total_of)) continue;
         store_tile(
             pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
-            [&](int n) { return bias && n < p.features ? bias[n].value() : 0.0f; },
+            [&](int n, int) { return bias && n < p.features ? bias[n].value() : 0.0f; },
             [&](float value, int, float bias_of) { return value + bias_of; }, out);
     }
     finish_stores();

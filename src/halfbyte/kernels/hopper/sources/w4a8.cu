@@ -292,20 +292,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
         }
 
         float finished[ACCUMULATORS];
-        if constexpr (NORMALIZED) copied_numbers();
 #pragma unroll
-        for (int j = 0; j < ACCUMULATORS; ++j) {
-            finished[j] = Kept::number(total[j / PART_SUMS], j % PART_SUMS);
-            if constexpr (NORMALIZED) finished[j] *= shared.row_factor[thread][j / 2 % 2];
-        }
+        for (int j = 0; j < ACCUMULATORS; ++j) finished[j] = Kept::number(total[j / PART_SUMS], j % PART_SUMS);
         auto total_of = [&](int j) -> float& { return finished[j]; };
         if constexpr (STREAM)
             if (!finishes(p, schedule, place, segment, total_of)) continue;
         await_scales(shared.token_scale[warpgroup], 256);  // codes count in 1/256: w4a8_codes.py
+        struct OfFeature {
+            float factor, bias;
+        };
         store_tile(
             pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
-            [&](int n) { return bias && n < p.features ? bias[n].value() : 0.0f; },
-            [&](float value, int m, float bias_of) { return fmaf(value, shared.token_scale[warpgroup][m], bias_of); }, out);
+            [&](int n, int i) {
+                return OfFeature{
+                    NORMALIZED ? shared.row_factor[thread][i] : 1.0f, bias && n < p.features ? bias[n].value() : 0.0f};
+            },
+            [&](float value, int m, OfFeature of) {
+                return fmaf(value * of.factor, shared.token_scale[warpgroup][m], of.bias);
+            },
+            out);
     }
     finish_stores();
     leave_together();

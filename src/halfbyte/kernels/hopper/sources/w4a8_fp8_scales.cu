@@ -95,6 +95,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
                 mma_commit();
             });
 
+        // Or the compiler reads some of them, on a path of its own, before the last products have ended.
+#pragma unroll
+        for (int j = 0; j < ACCUMULATORS; ++j) asm volatile("" : "+f"(sum[j]));
         auto total_of = [&](int j) -> float& { return sum[j]; };
         if constexpr (STREAM)
             if (!finishes(p, schedule, place, segment, total_of)) continue;
@@ -104,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
         };
         store_tile(
             pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
-            [&](int n) {
+            [&](int n, int) {
                 return n < p.features ? OfFeature{channel_scale[n], bias ? bias[n].value() : 0.0f} : OfFeature{0.0f, 0.0f};
             },
             [&](float value, int m, OfFeature of) {
