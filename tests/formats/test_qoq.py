@@ -8,6 +8,9 @@ from halfbyte.formats.qoq import channel_scales, group_grid
 from halfbyte.formats.quantize import dequantize, quantize
 from tests.formats.hostile import FORMATS, weights
 
+# In level-one integers, by the paper's rounding of scales and zero points.
+WORST_OF_LEVEL_TWO = 14
+
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 1.1])
 def test_level_two_never_leaves_int8(ratio: float) -> None:
@@ -62,9 +65,20 @@ def test_group_integers_stay_in_int8_for_hostile_weights(weight: torch.Tensor) -
     integers = (q.codes.int() - q.zero_points.int()) * q.scales.int()
     assert integers.min() >= -128
     assert integers.max() <= 127
-    assert (
-        (dequantize(q) - weight).abs().le(q.outer_scales * 8.51).all()
-    )  # half a scale of 16, half of level one's
+    # What level two is off at most, and half of level one's scale.
+    assert (dequantize(q) - weight).abs().le(q.outer_scales * (WORST_OF_LEVEL_TWO + 0.51)).all()
+
+
+def test_what_level_two_is_off_at_most() -> None:
+    """Where scale and zero point are both rounded so that an end of the range has no code, more than half a scale."""
+    low = -torch.arange(120.0).view(-1, 1).expand(120, 120)
+    high = torch.arange(120.0).expand(120, 120)
+    scales, zeros = group_grid(low, high)
+    off = torch.stack(
+        [v - ((v / scales).round() + zeros).clamp(-8, 7).sub(zeros) * scales for v in (low, high)]
+    )
+    assert off.abs().max() == WORST_OF_LEVEL_TWO
+    assert off[1, 113, 119] == WORST_OF_LEVEL_TWO
 
 
 def test_a_dormant_channel_has_a_normal_scale() -> None:
