@@ -9,7 +9,7 @@ import torch
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.hopper import w4a8_fp8_scales_codes as layout
-from halfbyte.kernels.hopper.blocks import pack_blocks, unpack_blocks
+from halfbyte.kernels.hopper.blocks import BlockFormat, pack_blocks, unpack_blocks
 from halfbyte.kernels.hopper_int4 import HopperW4A8
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
 from halfbyte.kernels.quantized_inputs import QuantizedInputs
@@ -48,6 +48,10 @@ class HopperW4A8Fp8Scales(QuantizesTokens):
         shape = (problem.out_features, problem.in_features)
         codes, _, _ = unpack_blocks(layout.FORMAT, tensors["weight"], layout.unpack_codes, shape)
         return QuantizedTensor(problem.scheme.weights, codes, tensors["scales"])
+
+    def block_format(self, prepared: Prepared) -> BlockFormat:
+        """What the prepared weight's blocks hold."""
+        return layout.FORMAT
 
     def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.run_quantized(self.quantize(x, prepared), prepared, bias)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, product
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,13 +15,15 @@ from halfbyte.bench.kernels.operands import Operands, Shape
 from halfbyte.bench.kernels.ours import scheme_of
 from halfbyte.bench.kernels.timing import Replay, rotation
 from halfbyte.errors import HalfbyteError
-from halfbyte.kernels.hopper import w4a8_config, w4a16_config
+from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.kernels.hopper import w4a8_config, w4a8_fp8_scales_config, w4a16_config
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
 from halfbyte.kernels.hopper.config import MULTIPROCESSORS, Table, TileConfig, ceil_div, fitted
+from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import rounded_weight
+from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
 from halfbyte.kernels.problem import LinearProblem, Prepared
 
-_MOST_ERROR = 3e-3
 # Tokens and rows of tiles, and in how many parts the tokens are multiplied.
 _SIXTY_FOUR = ((64, 64, 1), (64, 128, 1), (64, 192, 1), (64, 256, 1))
 _MANY = (
@@ -43,19 +45,33 @@ Run = Callable[[TileConfig, BlockFormat, torch.Tensor, torch.Tensor], None]
 """Runs a configuration on a packed weight, into an output."""
 
 
+class Tunable(Protocol):
+    """A kernel with a table of configurations."""
+
+    name: str
+
+    def can_implement(self, problem: LinearProblem) -> tuple[bool, str]: ...
+
+    def prepare(self, q: QuantizedTensor, problem: LinearProblem) -> Prepared: ...
+
+    def block_format(self, prepared: Prepared) -> BlockFormat: ...
+
+
 @dataclass(frozen=True)
 class Subject:
     """A kernel to tune.
 
     configs: what makes its configurations, each a class or one with something fixed. table: those now in use. bind: the
-    kernel on given inputs.
+    kernel on given inputs. weight: the weight that it multiplies; most_error: against that one.
     """
 
-    kernel: HopperW4A8 | HopperW4A16
+    kernel: Tunable
     scheme: str
     configs: Sequence[Callable[..., TileConfig]]
     table: Table[Any]
     bind: Callable[[torch.Tensor, Prepared], Run]
+    weight: Callable[[QuantizedTensor], QuantizedTensor | torch.Tensor] = lambda q: q
+    most_error: float = 3e-3
 
 
 def subjects() -> dict[str, Subject]:
@@ -80,21 +96,33 @@ def subjects() -> dict[str, Subject]:
             w4a16_config.ROUNDED,
             _bind_w4a16,
         ),
+        "w4a8_fp8_scales_linear": Subject(
+            HopperW4A8Fp8Scales(),
+            "w4a8",
+            (w4a8_fp8_scales_config.W4A8Fp8ScalesConfig,),
+            w4a8_fp8_scales_config.TABLE,
+            _bind_w4a8_fp8_scales,
+            weight=lambda q: rounded_weight(q.codes, q.scales),
+            most_error=5e-3,  # sums stay in the tensor cores, which keep fewer digits
+        ),
     }
 
 
 def candidates(
-    configs: Sequence[Callable[..., TileConfig]], tokens: int, features: int, inputs: int, fmt: BlockFormat
+    subject: Subject, tokens: int, features: int, inputs: int, fmt: BlockFormat
 ) -> list[TileConfig]:
-    """Configurations worth timing for so many tokens: those whose blocks fill the GPU but do not queue for it."""
-    found = []
-    for one in chain.from_iterable(_tiles(config, tokens) for config in configs):
+    """Configurations worth timing, with as many stages as fit: what the table has for so many tokens, and of all that
+    there can be those whose blocks fill the GPU but do not queue for it.
+    """
+    found = [subject.table.choose(tokens, features, inputs, fmt), *subject.table.alike(tokens)]
+    for one in chain.from_iterable(_tiles(config, tokens) for config in subject.configs):
         blocks = one.schedule(tokens, features, ceil_div(inputs, INPUTS), fmt).blocks
         enough = blocks * 2 > MULTIPROCESSORS
         queued = one.split > 1 and blocks > MULTIPROCESSORS * one.blocks_per_sm * 1.1
         if enough and not queued and _cuts_its_rest(one, tokens, features):
             found.append(one)
-    return found
+    fitting = (fitted(config, fmt) for config in found)
+    return list(dict.fromkeys(config for config in fitting if config is not None))
 
 
 def _cuts_its_rest(config: TileConfig, tokens: int, features: int) -> bool:
@@ -113,7 +141,7 @@ def _tiles(config: Callable[..., TileConfig], tokens: int) -> Iterator[TileConfi
                 yield config(tile, rows, split, 1, stages, blocks)
         return
     splits = (1, 2, 4, 8) if tokens <= 256 else (1, 2) if tokens <= 512 else (1,)
-    tiles = _MANY if tokens > 64 else _SIXTY_FOUR
+    tiles = [tile for tile in _MANY if tile[0] < 2 * tokens] if tokens > 64 else _SIXTY_FOUR
     for (tile, rows, parts), (stages, blocks), split, share in product(tiles, _STAGES, splits, (1, 2)):
         for stream in (False, True) if split == 1 else (False,):
             for per_sm in (1, 2) if rows == 64 else (1,):
@@ -158,15 +186,13 @@ def _of_case(
     x = operands.x[:tokens]
     run = subject.bind(x, prepared)
     chosen = subject.table.choose(tokens, problem.out_features, problem.in_features, fmt)
-    weight = operands.quantized(problem.scheme.weights)
+    weight = subject.weight(operands.quantized(problem.scheme.weights))
     rows = []
-    others = candidates(subject.configs, tokens, problem.out_features, problem.in_features, fmt)
-    fitting = (fitted(config, fmt) for config in (chosen, *others))
-    for config in dict.fromkeys(config for config in fitting if config is not None):
+    for config in candidates(subject, tokens, problem.out_features, problem.in_features, fmt):
         out = x.new_full((tokens, problem.out_features), torch.nan)
         run(config, fmt, copies[0], out)
         error = relative_error(out, x, weight, problem.scheme.activations)
-        if error > _MOST_ERROR:
+        if error > subject.most_error:
             raise HalfbyteError(f"{config} is wrong for M = {tokens}: relative error {error:.1e}")
         replay = Replay([partial(run, config, fmt, copy, out) for copy in copies], soak=tokens > 256)
         rows.append(
@@ -203,5 +229,18 @@ def _bind_w4a16(x: torch.Tensor, prepared: Prepared) -> Run:
     def run(config: TileConfig, fmt: BlockFormat, weight: torch.Tensor, out: torch.Tensor) -> None:
         assert isinstance(config, w4a16_config.W4A16Config)
         run_w4a16(config, fmt, x, weight, None, out)
+
+    return run
+
+
+def _bind_w4a8_fp8_scales(x: torch.Tensor, prepared: Prepared) -> Run:
+    from halfbyte.kernels.hopper.w4a8_fp8_scales import run_w4a8_fp8_scales
+
+    inputs = HopperW4A8Fp8Scales().quantize(x, prepared)
+
+    def run(config: TileConfig, fmt: BlockFormat, weight: torch.Tensor, out: torch.Tensor) -> None:
+        assert isinstance(config, w4a8_fp8_scales_config.W4A8Fp8ScalesConfig)
+        operands = inputs.codes, inputs.scales, weight, prepared.tensors["channels"]
+        run_w4a8_fp8_scales(config, *operands, None, out)
 
     return run

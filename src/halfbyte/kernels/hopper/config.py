@@ -182,6 +182,12 @@ class Table(Generic[Config]):
                 return config
         raise AssertionError(f"the table's last row does not take {fmt}")  # pragma: no cover  # tests try all
 
+    def alike(self, tokens: int) -> list[Config]:
+        """What the table has for so many tokens, up to what it has for any shape."""
+        rows = [row for row in self.rows if tokens <= row[0]]
+        last = next(i for i, row in enumerate(rows) if row[1] == row[2] == ANY)
+        return [row[3] for row in rows[: last + 1]]
+
     def configurations(self) -> list[Config]:
         """All that the table can give, each once."""
         return list(dict.fromkeys(row[3] for row in self.rows))
