@@ -8,7 +8,6 @@ import torch
 from halfbyte.bench.kernels.request import ROWS, SHAPES
 from halfbyte.bench.kernels.tune import Subject, candidates, subjects
 from halfbyte.kernels.hopper import w4a8_codes, w4a8_fp8_scales_codes, w4a16
-from halfbyte.kernels.hopper.config import fitted
 
 FORMATS = {
     "w4a8_linear": w4a8_codes.block_format(128, True, False),
@@ -29,6 +28,4 @@ def test_what_a_table_chooses_can_be_measured_again(op: str, subject: Subject) -
         for tokens in (*ROWS, 32):
             found = candidates(subject, tokens, n, k, fmt)
             assert subject.table.choose(tokens, n, k, fmt) in found, (tokens, n, k)
-            assert len(set(found)) == len(found)
-            assert all(fitted(config, fmt) == config for config in found)
             assert all(config.tokens < 2 * tokens or config.tokens <= 8 for config in found)

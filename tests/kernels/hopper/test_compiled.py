@@ -33,6 +33,7 @@ TABLES: dict[str, Table[Any]] = {
     "w4a8 with sums in fp16": w4a8_config.FP16,
     "w4a16": w4a16_config.EXACT,
     "w4a16 rounded": w4a16_config.ROUNDED,
+    "w4a8 with fp8 scales": w4a8_fp8_scales_config.TABLE,
 }
 W4A8_TABLES = [*w4a8_config.FP16.configurations(), *w4a8_config.FP32.configurations()]
 W4A8 = list(dict.fromkeys([*W4A8_TABLES, *(config.rest for config in W4A8_TABLES if config.rest)]))
@@ -99,6 +100,17 @@ def test_every_shape_fits(name: str) -> None:
 
 
 FMT = BlockFormat(128, BF16)
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    "fmt", [FMT, BlockFormat(64, FP16), BlockFormat(32, FP16), BlockFormat(32, FP32, BF16)], ids=str
+)
+def test_tiles_are_not_much_larger_than_what_there_is(name: str, fmt: BlockFormat) -> None:
+    for tokens in (1, 8, 9, 16, 17, 33, 64, 65, 128, 129, 256, 512):
+        for features in (16, 2112, 4096, 6144, 10240, 16896, 28672, 40960, 57344, 151936):
+            config: TileConfig = TABLES[name].choose(tokens, features, 8192, fmt)
+            assert config.tokens < 2 * max(tokens, 8), (tokens, features)
 
 
 @pytest.mark.parametrize("tokens", [65, 129, 256, 300, 512])

@@ -26,6 +26,7 @@ _MOST_COPIES = 64
 
 _Parts = Sequence[torch.Tensor]
 """Inputs ``[M, K]``: x; x and a residual; gate and up."""
+_Exact = Callable[[_Parts, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,13 @@ class _RowOp:
     """inputs: how many ``[M, K]``. quantizes: to E4M3 in the end. sums: whether the sum of x and a residual is a
     result too.
 
-    exact: the result in float64, not quantized, from inputs and the norm's weight in float64. Steps in between
-    round to BF16, as transformers' modules do; else many codes of quantized results would differ by one.
+    exact: the result in float64, not quantized, from inputs and the norm's weight in float64. What is rounded to BF16
+    on the way to codes is rounded here too; else many codes would differ by one.
     """
 
     inputs: int
     quantizes: bool
-    exact: Callable[[_Parts, torch.Tensor], torch.Tensor]
+    exact: _Exact
     sums: bool = False
 
 
@@ -51,20 +52,24 @@ def _unchanged(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
     return parts[0]
 
 
+def _over_rms(values: torch.Tensor) -> torch.Tensor:
+    return values * (values.square().mean(-1, keepdim=True) + _EPSILON).rsqrt()
+
+
 def _normed(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
-    return _bf16(parts[0] * (parts[0].square().mean(-1, keepdim=True) + _EPSILON).rsqrt()) * weight
+    return _bf16(_over_rms(parts[0])) * weight
 
 
-def _normed_exactly(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
-    return parts[0] * (parts[0].square().mean(-1, keepdim=True) + _EPSILON).rsqrt() * weight
+def _normed_at_once(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
+    return _over_rms(parts[0]) * weight
 
 
-def _sum_normed_exactly(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
-    return _normed_exactly([_bf16(parts[0] + parts[1])], weight)
+def _of_sum(normed: _Exact) -> _Exact:
+    return lambda parts, weight: normed([_bf16(parts[0] + parts[1])], weight)
 
 
-def _sum_normed(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
-    return _normed([_bf16(parts[0] + parts[1])], weight)
+def _rounded(exact: _Exact) -> _Exact:
+    return lambda parts, weight: _bf16(exact(parts, weight))
 
 
 def _swiglu(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
@@ -78,12 +83,12 @@ def _geglu(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
 OPS = {
     "quantize_fp8_per_token": _RowOp(1, True, _unchanged),
     "rms_norm": _RowOp(1, False, _normed),
-    "rms_norm_quantize_fp8": _RowOp(1, True, _normed_exactly),
-    "add_rms_norm": _RowOp(2, False, _sum_normed, sums=True),
-    "add_rms_norm_quantize_fp8": _RowOp(2, True, _sum_normed_exactly, sums=True),
+    "rms_norm_quantize_fp8": _RowOp(1, True, _normed_at_once),
+    "add_rms_norm": _RowOp(2, False, _of_sum(_normed), sums=True),
+    "add_rms_norm_quantize_fp8": _RowOp(2, True, _of_sum(_normed_at_once), sums=True),
     "silu_and_mul": _RowOp(2, False, _swiglu),
-    "silu_and_mul_quantize_fp8": _RowOp(2, True, _swiglu),
-    "gelu_tanh_and_mul_quantize_fp8": _RowOp(2, True, _geglu),
+    "silu_and_mul_quantize_fp8": _RowOp(2, True, _rounded(_swiglu)),
+    "gelu_tanh_and_mul_quantize_fp8": _RowOp(2, True, _rounded(_geglu)),
 }
 
 _Call = Callable[[torch.Tensor, torch.Tensor, Any], Any]
@@ -138,7 +143,7 @@ def _tasks(inputs: Inputs, op: _RowOp, call: _Call) -> Callable[[int], Task]:
             require_finite(got, (rows, width))
             exact = op.exact([part.double() for part in first.chunk(op.inputs, 1)], weight.double())
             if op.quantizes:
-                exact = exact_inputs(exact.bfloat16(), FP8_TOKEN)
+                exact = exact_inputs(exact.float(), FP8_TOKEN)
             return float((got - exact).norm() / exact.norm())
 
         return Task(calls, check, _work(op, rows, width))

@@ -114,7 +114,7 @@ def candidates(
     """Configurations worth timing, with as many stages as fit: what the table has for so many tokens, and of all that
     there can be those whose blocks fill the GPU but do not queue for it.
     """
-    found = [subject.table.choose(tokens, features, inputs, fmt), *subject.table.alike(tokens)]
+    found = subject.table.alike(tokens)
     for one in chain.from_iterable(_tiles(config, tokens) for config in subject.configs):
         blocks = one.schedule(tokens, features, ceil_div(inputs, INPUTS), fmt).blocks
         enough = blocks * 2 > MULTIPROCESSORS
@@ -188,7 +188,8 @@ def _of_case(
     chosen = subject.table.choose(tokens, problem.out_features, problem.in_features, fmt)
     weight = subject.weight(operands.quantized(problem.scheme.weights))
     rows = []
-    for config in candidates(subject, tokens, problem.out_features, problem.in_features, fmt):
+    others = candidates(subject, tokens, problem.out_features, problem.in_features, fmt)
+    for config in dict.fromkeys((chosen, *others)):
         out = x.new_full((tokens, problem.out_features), torch.nan)
         run(config, fmt, copies[0], out)
         error = relative_error(out, x, weight, problem.scheme.activations)

@@ -232,6 +232,14 @@ __device__ __forceinline__ void mma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// After the last products: the sums have to be in their registers here. Or the compiler reads some of them on a path of
+// its own, before they are all there, and lets products run one by one for that.
+template <int N>
+__device__ __forceinline__ void settle(float (&sums)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sums[i]));
+}
+
 // The descriptor of a K-major tile with rows of 128 or 32 bytes, eight of which lie together, in the swizzle of as many
 // bytes that the accelerator writes (PTX ISA, matrix descriptor). Sixteen bytes on are one more.
 template <int ROW_BYTES>

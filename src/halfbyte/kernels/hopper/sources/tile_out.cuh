@@ -12,6 +12,7 @@ constexpr int STAGED_TOKENS = OWN_TOKENS <= 64 ? OWN_TOKENS : 32;
 constexpr int STAGED_BUFFERS = OWN_TOKENS <= 64 ? 1 : OWN_TOKENS <= 128 ? 2 : 4;
 constexpr int STAGED_BYTES = STAGED_TOKENS * 128;
 static_assert(OWN_TOKENS % STAGED_TOKENS == 0);
+static_assert(STAGED || SENT_BYTES == 4, "a piece is of one eight of tokens");
 
 template <int SENDERS>
 struct Exchange {

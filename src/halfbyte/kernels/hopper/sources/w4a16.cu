@@ -126,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
                         mma(total[0], a[set][s], x_tile + stage * (2 * BOX / 16) + half * (BOX / 16) + s * 2, true);
                     mma_commit();
                 });
+            settle(total[0]);
         } else {
             auto unit = [&](int stage) {
                 barrier_wait(shared_address(&pipeline.full[stage]), phases.next(stage));

@@ -116,10 +116,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
     while (schedule.next(segment)) {
         const int token_base = segment.token_base;
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
-        if (!STREAM || segment.k_begin == 0) fetch_scales(shared.token_scale[warpgroup], x_scale, token_base, p);
-        if constexpr (NORMALIZED) {
+        if (!STREAM || segment.k_begin == 0) {
+            fetch_scales(shared.token_scale[warpgroup], x_scale, token_base, p);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; NORMALIZED && i < 2; ++i) {
                 const int feature = feature_base + warpgroup * 64 + row + i * 8;
                 copy_number(shared_address(&shared.row_factor[thread][i]), row_factor + feature, feature < p.features);
             }

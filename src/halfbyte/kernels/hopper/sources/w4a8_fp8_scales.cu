@@ -95,9 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
                 mma_commit();
             });
 
-        // Or the compiler reads some of them, on a path of its own, before the last products have ended.
-#pragma unroll
-        for (int j = 0; j < ACCUMULATORS; ++j) asm volatile("" : "+f"(sum[j]));
+        settle(sum);
         auto total_of = [&](int j) -> float& { return sum[j]; };
         if constexpr (STREAM)
             if (!finishes(p, schedule, place, segment, total_of)) continue;
