@@ -69,7 +69,6 @@ class Replay:
 
     def one_pass(self) -> float:
         """Microseconds of one call: the median over the replays of one pass."""
-        torch.cuda.synchronize()
         time.sleep(_REST_SECONDS)
         before = _SOAK_SECONDS if self._soak else _WAKE_SECONDS
         for _ in range(math.ceil(before * 1e3 / self._ms)):

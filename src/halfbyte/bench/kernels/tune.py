@@ -143,10 +143,11 @@ def _tiles(config: Callable[..., TileConfig], tokens: int) -> Iterator[TileConfi
     splits = (1, 2, 4, 8) if tokens <= 256 else (1, 2) if tokens <= 512 else (1,)
     tiles = [tile for tile in _MANY if tile[0] < 2 * tokens] if tokens > 64 else _SIXTY_FOUR
     for (tile, rows, parts), (stages, blocks), split, share in product(tiles, _STAGES, splits, (1, 2)):
-        for stream in (False, True) if split == 1 else (False,):
-            for per_sm in (1, 2) if rows == 64 else (1,):
-                if split * share <= 8:
-                    yield config(tile, rows, split, share, stages, per_sm, parts, stream, blocks)
+        if split * share > 8:
+            continue
+        streams = (False, True) if split == 1 else (False,)
+        for stream, per_sm in product(streams, (1, 2) if rows == 64 else (1,)):
+            yield config(tile, rows, split, share, stages, per_sm, parts, stream, blocks)
 
 
 def tune(
@@ -166,27 +167,26 @@ def tune(
         if not able:
             raise HalfbyteError(f"{subject.kernel.name} cannot be tuned for {shape[0]}x{shape[1]}: {reason}")
         operands = Operands(shape, max(rows), device)
-        prepared = subject.kernel.prepare(operands.quantized(scheme.weights), problem)
+        quantized = operands.quantized(scheme.weights)
+        prepared, weight = subject.kernel.prepare(quantized, problem), subject.weight(quantized)
         packed = prepared.tensors["weight"]
         copies = [packed, *(packed.clone() for _ in range(rotation(packed.nbytes, operands.cache) - 1))]
         for tokens in rows:
-            yield _of_case(op, subject, prepared, operands, tokens, copies, passes)
+            yield _of_case(op, subject, prepared, weight, operands.x[:tokens], copies, passes)
 
 
 def _of_case(
     op: str,
     subject: Subject,
     prepared: Prepared,
-    operands: Operands,
-    tokens: int,
+    weight: QuantizedTensor | torch.Tensor,
+    x: torch.Tensor,
     copies: Sequence[torch.Tensor],
     passes: int,
 ) -> list[dict[str, Any]]:
     problem, fmt = prepared.problem, subject.kernel.block_format(prepared)
-    x = operands.x[:tokens]
-    run = subject.bind(x, prepared)
+    tokens, run = len(x), subject.bind(x, prepared)
     chosen = subject.table.choose(tokens, problem.out_features, problem.in_features, fmt)
-    weight = subject.weight(operands.quantized(problem.scheme.weights))
     rows = []
     others = candidates(subject, tokens, problem.out_features, problem.in_features, fmt)
     for config in dict.fromkeys((chosen, *others)):

@@ -121,11 +121,6 @@ class W4A8Config(TileConfig):
         return up(total + self.pipeline_bytes, 1024)
 
 
-_LARGEST = (
-    (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=2)),
-    (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=4)),
-)
-
 FP32 = Table(
     (
         (8, WAVE // 2, 2048, W4A8Config(8, 64, split=4, blocks_per_sm=4)),
@@ -165,7 +160,8 @@ FP32 = Table(
         (256, ANY, ANY, W4A8Config(256, 128, stages=4, parts=2)),
         (256, ANY, ANY, W4A8Config(256, 128, stages=4, parts=4)),
         (512, 6144, ANY, W4A8Config(128, 128)),
-        *_LARGEST,
+        (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=2)),
+        (ANY, ANY, ANY, W4A8Config(256, 128, share=2, stages=4, parts=4)),
     )
 )
 

@@ -14,7 +14,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.formats.activations import quantize_activations
 from halfbyte.formats.spec import ActivationFormat
 from halfbyte.kernels.triton.activations import quantize_fp8_per_token, quantize_int8_per_token
-from halfbyte.kernels.triton.row_math import scale_for
+from halfbyte.kernels.triton.row_math import magnitude_bits, scale_for
 from halfbyte.kernels.triton.rows import check_rows, on_device
 
 _GROUP = 128
@@ -55,8 +55,7 @@ def quantize_groups_kernel(
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(x + row * stride + at, mask=at < columns, other=0.0).to(tl.float32)
-    # Ordered by their bits, Inf comes after all numbers and NaN last.
-    magnitudes = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    magnitudes = tl.max(magnitude_bits(values), axis=1)
     scale = scale_for(magnitudes, 448.0)
     quotients = tl.math.div_rn(values, scale[:, None])
     tl.store(codes + row * columns + at, quotients.to(tl.float8e4nv), mask=at < columns)

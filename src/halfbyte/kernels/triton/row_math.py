@@ -69,14 +69,15 @@ def rounded(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _magnitude_bits(values: tl.tensor) -> tl.tensor:
+def magnitude_bits(values: tl.tensor) -> tl.tensor:
+    """Magnitudes as int32, in the order of the numbers: Inf comes after all of them and NaN last."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def largest_magnitude(values: tl.tensor) -> tl.tensor:
-    """The bits of the largest magnitude, as int32. So ordered, Inf comes after all numbers and NaN last."""
-    return tl.max(_magnitude_bits(values))
+    """The largest of the :func:`magnitude_bits`."""
+    return tl.max(magnitude_bits(values))
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def _add_and_compare(sum_a, largest_a, sum_b, largest_b):  # type: ignore[no-unt
 def squares_and_largest_magnitude(values: tl.tensor, others: tl.tensor):  # type: ignore[no-untyped-def]  # a pair
     """The sum of the squares of ``values``, and the :func:`largest_magnitude` of ``others``, in one reduction."""
     if ASSEMBLY:
-        return tl.reduce((values * values, _magnitude_bits(others)), None, _add_and_compare)
+        return tl.reduce((values * values, magnitude_bits(others)), None, _add_and_compare)
     return tl.sum(values * values), largest_magnitude(others)  # the interpreter would take seconds
 
 
