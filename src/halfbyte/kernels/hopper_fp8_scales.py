@@ -36,7 +36,7 @@ class HopperW4A8Fp8Scales(QuantizesTokens):
         self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None
     ) -> Prepared:
         groups, channels = layout.split_scales(q.scales)
-        weight = pack_blocks(layout.FORMAT, q.codes, layout.pack_codes, layout.multiples(groups), None)
+        weight = pack_blocks(layout.FORMAT, q.codes, layout.pack_codes, groups.view(torch.uint8), None)
         # The first blocks are read before the kernel ahead has ended, and that one may be the packing.
         if weight.is_cuda:
             torch.cuda.current_stream(weight.device).synchronize()

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from halfbyte.errors import HalfbyteError
+from halfbyte.formats.floats import encode_float8
 from halfbyte.formats.quantize import quantize
 from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.kernels.hopper.blocks import pack_blocks
 from halfbyte.kernels.hopper.config import fitted
 from halfbyte.kernels.hopper.w4a8 import run_w4a8
 from halfbyte.kernels.hopper.w4a8_config import FP16, W4A8Config
-from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import rounded_weight
+from halfbyte.kernels.hopper.w4a8_fp8_scales import w4a8_fp8_scales_linear
+from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import FORMAT, pack_codes, rounded_weight
 from halfbyte.kernels.hopper.w4a16 import run_w4a16
 from halfbyte.kernels.hopper.w4a16_config import W4A16Config
 from halfbyte.kernels.hopper.workspace import Spaces, reserve, space
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 W4A8, W4A16, FP32_SUMS = HopperW4A8(), HopperW4A16(), HopperW4A8Fp32Sums()
 BOTH = pytest.mark.parametrize("kernel", [W4A8, FP32_SUMS, W4A16], ids=lambda kernel: kernel.name)
-Kernel = HopperW4A8 | HopperW4A16
+Kernel = HopperW4A8 | HopperW4A16 | HopperW4A8Fp8Scales
 TOKENS = (0, 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000)
 BF16 = torch.bfloat16
 
@@ -220,7 +223,7 @@ def test_packing_on_the_gpu_is_packing_on_the_cpu(kernel: Kernel) -> None:
     assert torch.equal(kernel.restore(weight).scales, moved.scales)
 
 
-@pytest.mark.parametrize(("n", "k"), [(256, 512), (4096, 4096), (1040, 1088), (16, 128)])
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (4096, 4096), (1040, 1088), (16, 128), (57376, 256)])
 def test_fp8_scales_for_any_number_of_tokens(n: int, k: int) -> None:
     """Against the rounded weight: what is left is the output's rounding and the tensor cores' short sums."""
     kernel, of = HopperW4A8Fp8Scales(), scheme(W4A8)
@@ -234,6 +237,35 @@ def test_fp8_scales_for_any_number_of_tokens(n: int, k: int) -> None:
         wanted = inputs.codes.double() * inputs.scales.double() @ exact.T
         found = kernel.run_quantized(inputs, weight).double()
         assert ((found - wanted).norm() / wanted.norm()).item() < 5e-3, tokens
+
+
+def test_every_fp8_scale_times_every_code() -> None:
+    """Tokens with a single one give the weight back: bit for bit what the definition rounds, NaN for a scale of NaN."""
+    scales = torch.arange(256, dtype=torch.uint8)
+    codes = torch.arange(-8, 8, dtype=torch.int8).repeat(256, 8)
+    packed = pack_blocks(FORMAT, codes, pack_codes, scales[:, None], None).to(GPU)
+    x = torch.eye(128, device=GPU).to(torch.float8_e4m3fn)
+    ones = torch.ones(256, device=GPU)
+    found = w4a8_fp8_scales_linear(x, ones[:128, None], packed, ones, None, BF16)
+    is_nan = (scales & 0x7F) == 0x7F
+    group = scales.view(torch.float8_e4m3fn).float()[:, None]
+    wanted = encode_float8(torch.where(is_nan[:, None], 0, group) * codes, "e4m3").float()
+    assert found.T[is_nan].isnan().all()
+    assert torch.equal(found.T[~is_nan].float().cpu(), wanted[~is_nan])
+
+
+def test_nan_stays_in_its_row_with_fp8_scales() -> None:
+    kernel, of = HopperW4A8Fp8Scales(), scheme(W4A8)
+    weight = prepared(kernel, quantize(torch.randn(1024, 2048, device=GPU), of.weights), of)
+    for tokens in (8, 100, 300):
+        x = torch.randn(tokens, 2048, device=GPU, dtype=BF16)
+        clean = kernel.run(x, weight)
+        assert torch.equal(kernel.run(x, weight), clean)
+        x[3, 5] = float("nan")
+        found = kernel.run(x, weight)
+        assert found[3].isnan().all()
+        others = [row for row in range(tokens) if row != 3]
+        assert torch.equal(found[others], clean[others])
 
 
 STREAMED = (

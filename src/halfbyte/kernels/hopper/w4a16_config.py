@@ -23,11 +23,11 @@ class W4A16Config(TileConfig):
     def takes(self, fmt: BlockFormat) -> bool:
         # Registers of a thread, less those for addresses.
         most = {64: 196, 128: 196, 192: 124, 256: 84}[self.rows]
-        # Of four half blocks' codes; or one part's sums and a block's codes.
-        others = 64 if self.rounded else self.columns // 2 + 32
+        # Of four half blocks' codes, or two quarters'; or one part's sums and a block's codes.
+        others = (16 if self.rows > 128 else 64) if self.rounded else self.columns // 2 + 32
         fits = self.tokens // 2 + others <= most
         if self.rounded and (self.parts > 1 or self.stages not in (2, 3, 4, 6, 8)):
-            return False  # the kernel's rounds are whole turns of the four
+            return False  # the kernel's rounds are whole turns of the sets
         return fits and self.stage_blocks == 1 and (self.tokens <= 128 or self.split == 1)
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
@@ -56,7 +56,10 @@ _FEW_TOKENS = (
     (64, ANY, ANY, W4A16Config(64, 128, stages=6)),
     (128, WAVE // 2, ANY, W4A16Config(128, 64, split=4, stages=2, blocks_per_sm=2)),
     (128, WAVE, ANY, W4A16Config(128, 128, split=2, stages=3)),
-    (128, ANY, ANY, W4A16Config(128, 128, stages=4)),
+    (128, WAVE * 2, ANY, W4A16Config(128, 128, stages=4)),
+)
+
+_MORE_TOKENS = (
     (256, WAVE // 2, ANY, W4A16Config(128, 128, split=2, stages=3)),
     (256, WAVE * 3, ANY, W4A16Config(128, 128, stages=4)),
     (1024, 6144, ANY, W4A16Config(128, 128, share=2, stages=5)),
@@ -65,6 +68,8 @@ _FEW_TOKENS = (
 EXACT = Table(
     (
         *_FEW_TOKENS,
+        (128, ANY, ANY, W4A16Config(128, 128, stages=4)),
+        *_MORE_TOKENS,
         (256, ANY, ANY, W4A16Config(128, 128, stages=4)),
         (ANY, ANY, ANY, W4A16Config(128, 128, share=2, stages=5)),
         (ANY, ANY, ANY, W4A16Config(128, 128, stages=4)),
@@ -75,6 +80,10 @@ EXACT = Table(
 ROUNDED = Table(
     (
         *_FEW_TOKENS,
+        (128, ANY, ANY, W4A16Config(128, 256, stages=3, rounded=True)),
+        *_MORE_TOKENS,
+        (256, WAVE * 4, ANY, W4A16Config(256, 128, stages=2, rounded=True)),
+        (256, ANY, ANY, W4A16Config(128, 256, stages=3, rounded=True)),
         (512, ANY, ANY, W4A16Config(256, 128, stages=2, rounded=True)),
         (ANY, ANY, ANY, W4A16Config(256, 128, share=2, stages=2, rounded=True)),
         (ANY, ANY, ANY, W4A16Config(128, 128, stages=4, rounded=True)),

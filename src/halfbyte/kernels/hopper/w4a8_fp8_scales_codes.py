@@ -5,10 +5,9 @@ channel as activations are per token, divided by 8 (rounded to E4M3 again), and 
 by 8. A weight is ``e4m3(code * group)``: products are rounded. (vLLM 0.26, ``convert_bf16_scales_to_fp8`` and
 ``csrc/.../cutlass_w4a8``.)
 
-A block keeps the eight products of -8 to -1 for each row in place of its scale; codes are nibbles whose low three
-bits choose among them, ``code & 7`` of a negative code and of the negative of a positive one, and whose bit 3 is
-the sign. With t = 32 w + 4 r + q, thread t's word p of k-step s (as in :mod:`w4a8_codes`) has rows 16 w + r in nibbles
-0 to 3 and 16 w + r + 8 in nibbles 4 to 7, inputs 32 s + 16 p + 4 q + nibble % 4.
+A block keeps the groups' scales as E4M3 bytes, and codes as nibbles in two's complement, of which the kernel makes
+multiples by tables. With t = 32 w + 4 r + q, thread t's word p of k-step s (as in :mod:`w4a8_codes`) has rows 16 w + r
+in nibbles 0 to 3 and 16 w + r + 8 in nibbles 4 to 7, inputs 32 s + 16 p + 4 q + nibble % 4.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from halfbyte.formats.floats import encode_float8
 from halfbyte.formats.spec import ActivationFormat
 from halfbyte.kernels.hopper.blocks import CODE_BYTES, INPUTS, ROWS, BlockFormat
 
-# Eight bytes in place of a scale.
-FORMAT = BlockFormat(128, torch.int64)
+FORMAT = BlockFormat(128, torch.uint8)
 
 _MULTIPLES = 8
 
@@ -30,12 +28,6 @@ def split_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """bfloat16 ``[N, groups]`` as group scales, E4M3 ``[N, groups]``, and channel scales, fp32 ``[N]``."""
     groups, channels = quantize_activations(scales, ActivationFormat("e4m3", "token"))
     return encode_float8(groups.float() / _MULTIPLES, "e4m3"), channels[:, 0] * _MULTIPLES
-
-
-def multiples(groups: torch.Tensor) -> torch.Tensor:
-    """E4M3 ``[N, groups]`` times -8, -7, ... -1, rounded to E4M3, as eight bytes of int64 ``[N, groups]``."""
-    factors = torch.arange(-_MULTIPLES, 0, device=groups.device, dtype=torch.float32)
-    return encode_float8(groups.float().unsqueeze(-1) * factors, "e4m3").view(torch.int64).squeeze(-1)
 
 
 def rounded_weight(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -48,7 +40,7 @@ def rounded_weight(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """int8 ``[N, K]``, whole blocks, as uint8 ``[N / 64, K / 128, 4096]``."""
     n, k = codes.shape
-    nibbles = torch.where(codes > 0, 8 - codes, codes & 15).to(torch.uint8)
+    nibbles = (codes & 15).to(torch.uint8)
     # n64, w, set, r, k128, half, step, p, q, i, low or high -> n64, k128, half, w, r, q, step, p, set, i, low or high
     ordered = nibbles.view(n // ROWS, 4, 2, 8, k // INPUTS, 2, 2, 2, 4, 2, 2)
     low, high = ordered.permute(0, 4, 5, 1, 3, 8, 6, 7, 2, 9, 10).unbind(-1)
@@ -60,5 +52,5 @@ def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
     n64, k128, _ = packed.shape
     ordered = packed.reshape(n64, k128, 2, 4, 8, 4, 2, 2, 2, 2)
     nibbles = torch.stack([ordered & 15, ordered >> 4], dim=-1).to(torch.int8)
-    codes = torch.where(nibbles >= 8, nibbles - 16, torch.where(nibbles > 0, 8 - nibbles, 0))
+    codes = torch.where(nibbles >= 8, nibbles - 16, nibbles)
     return codes.permute(0, 3, 8, 4, 1, 2, 6, 7, 5, 9, 10).reshape(n64 * ROWS, k128 * INPUTS).to(torch.int8)

@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
 from halfbyte.kernels.hopper.config import ANY, QUANTUM, WAVE, Table, TileConfig, up
 
+_TABLES_BYTES = 256 * 16
+
 
 @dataclass(frozen=True)
 class W4A8Fp8ScalesConfig(TileConfig):
     """See :class:`TileConfig`."""
 
     def takes(self, fmt: BlockFormat) -> bool:
-        rounds = QUANTUM % self.stages == 0 and self.stage_blocks == 1
-        return rounds and self.parts == 1 and (self.tokens <= 128 or self.split == 1)
+        # Blocks that are unrolled together go through all stages, and through both sets of codes.
+        unrolled = QUANTUM // self.stages * self.stages
+        rounds = unrolled > 0 and unrolled % 2 == 0
+        return rounds and self.stage_blocks == self.parts == 1 and (self.tokens <= 128 or self.split == 1)
 
     def shared_bytes(self, fmt: BlockFormat) -> int:
         total = up(self.stages * self.tokens * INPUTS + self.staged_bytes, 128)
-        total += self.stages * self.warpgroups * fmt.nbytes + self.warpgroups * self.tokens * 4
+        total += self.stages * self.warpgroups * fmt.nbytes
+        total = up(total, 16) + _TABLES_BYTES + self.warpgroups * self.tokens * 4
         return up(total + self.pipeline_bytes, 1024)
 
 
@@ -32,21 +37,24 @@ TABLE = Table(
         (16, WAVE // 2, ANY, W4A8Fp8ScalesConfig(16, 64, split=8, blocks_per_sm=4)),
         (16, WAVE, ANY, W4A8Fp8ScalesConfig(16, 128, split=4, blocks_per_sm=2)),
         (16, WAVE * 2, ANY, W4A8Fp8ScalesConfig(16, 128, split=2, blocks_per_sm=2)),
-        (16, ANY, ANY, W4A8Fp8ScalesConfig(16, 128, blocks_per_sm=2)),
+        (16, WAVE * 6, ANY, W4A8Fp8ScalesConfig(16, 128, blocks_per_sm=2)),
+        (16, ANY, ANY, W4A8Fp8ScalesConfig(16, 256)),
         (32, WAVE // 2, ANY, W4A8Fp8ScalesConfig(32, 64, split=4, blocks_per_sm=2)),
         (32, WAVE, ANY, W4A8Fp8ScalesConfig(32, 64, split=2, blocks_per_sm=2)),
         (32, WAVE * 2, ANY, W4A8Fp8ScalesConfig(32, 128, split=2, blocks_per_sm=2)),
         (32, ANY, ANY, W4A8Fp8ScalesConfig(32, 128, blocks_per_sm=2)),
-        (64, WAVE // 2, ANY, W4A8Fp8ScalesConfig(64, 64, split=4, blocks_per_sm=2)),
+        (64, WAVE // 2, ANY, W4A8Fp8ScalesConfig(64, 64, split=4, stages=4, blocks_per_sm=2)),
         (64, WAVE, ANY, W4A8Fp8ScalesConfig(64, 64, split=2, blocks_per_sm=2)),
         (64, WAVE * 2, ANY, W4A8Fp8ScalesConfig(64, 128)),
-        (64, ANY, ANY, W4A8Fp8ScalesConfig(64, 256, stages=4)),
+        (64, ANY, ANY, W4A8Fp8ScalesConfig(64, 256, stages=6)),
         (128, WAVE // 2, ANY, W4A8Fp8ScalesConfig(128, 64, split=4, blocks_per_sm=2)),
         (128, WAVE, ANY, W4A8Fp8ScalesConfig(128, 128, split=2)),
-        (128, ANY, ANY, W4A8Fp8ScalesConfig(128, 128)),
-        (256, WAVE // 2, ANY, W4A8Fp8ScalesConfig(128, 128, split=2)),
+        (128, WAVE * 2, ANY, W4A8Fp8ScalesConfig(128, 128)),
+        (128, ANY, ANY, W4A8Fp8ScalesConfig(128, 256, stages=4)),
+        (256, WAVE // 2, ANY, W4A8Fp8ScalesConfig(128, 128, split=2, stages=4)),
         (256, WAVE * 3 // 2, ANY, W4A8Fp8ScalesConfig(128, 128)),
-        (256, ANY, ANY, W4A8Fp8ScalesConfig(256, 128, stages=4)),
+        (256, WAVE * 4, ANY, W4A8Fp8ScalesConfig(256, 128, stages=4)),
+        (256, ANY, ANY, W4A8Fp8ScalesConfig(128, 256, stages=4)),
         (512, 6144, ANY, W4A8Fp8ScalesConfig(128, 128)),
         (ANY, ANY, ANY, W4A8Fp8ScalesConfig(256, 128, stages=4, share=2)),
     )

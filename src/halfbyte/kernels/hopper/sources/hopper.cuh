@@ -311,7 +311,26 @@ struct Float {
     __device__ __forceinline__ float value() const { return number; }
 };
 
-// Eight E4M3 numbers for one row and group: -8 s, -7 s, ... -s.
-struct Multiples {
-    u32 low, high;
+// An E4M3 number.
+struct Fp8 {
+    u8 bits;
 };
+
+__device__ __forceinline__ float fp8_value(u32 bits) {
+    u32 both;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(static_cast<u16>(bits)));
+    return Half::of_pair(both, 0).value();
+}
+
+__device__ __forceinline__ u32 fp8_pair(float low, float high) {
+    u16 both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// Byte i: the byte of `bytes` that nibble i of `select` says by its low three bits; with its bit 3 set, that byte's sign.
+__device__ __forceinline__ u32 permute(const u32 (&bytes)[2], u32 select) {
+    u32 out;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(bytes[0]), "r"(bytes[1]), "r"(select));
+    return out;
+}

@@ -20,10 +20,17 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts less");
 static_assert(STAGE_BLOCKS == 1);
 static_assert(!ROUNDED || (IS_BF16 && PARTS == 1), "products in FP16 might be too large for it");
 
-constexpr int SETS = 4;  // with ROUNDED, of registers for half a block's codes
-
 constexpr int PRODUCER_REGISTERS = 32;
 using Budget = Registers<PRODUCER_REGISTERS>;
+
+// With ROUNDED: four sets of registers for the codes of half a block or, where that is too much, two for a quarter.
+constexpr bool TIGHT = ACCUMULATORS + 100 > Budget::CONSUMER;
+constexpr int SETS = TIGHT ? 2 : 4;
+constexpr int STEPS = TIGHT ? 4 : 2;
+constexpr int STEP_WORDS = 8 / STEPS;  // of codes, 16 inputs each
+struct alignas(STEP_WORDS * 4) StepCodes {
+    u32 words[STEP_WORDS];
+};
 
 __device__ __forceinline__ u32 minus(u32 left, u32 right) {
     u32 out;
@@ -70,8 +77,8 @@ __device__ __forceinline__ void convert(u32 (&a)[4], u32 codes, u32 magic, const
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map, const u8* __restrict__ weights, const Out* __restrict__ bias,
-    Out* __restrict__ out, const Problem p) {
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map, const u8* __restrict__ weights,
+    const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
     extern __shared__ __align__(1024) u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Pipeline& pipeline = shared.pipeline;
@@ -102,28 +109,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
         float total[PARTS][PART_SUMS] = {};
 
         if constexpr (ROUNDED) {
-            u32 a[SETS][4][4];
-            accumulate<2, SETS>(
+            u32 a[SETS][STEP_WORDS][4];
+            accumulate<STEPS, SETS>(
                 pipeline, phases, place, segment.k_end - segment.k_begin,
-                [&](int stage, int half, int set) {
+                [&](int stage, int step, int set) {
                     const u8* block = shared.weights[stage][warpgroup];
-                    const uint4 words = reinterpret_cast<const uint4*>(block)[half * 128 + thread % 128];
-                    const u32 codes[4] = {words.x, words.y, words.z, words.w};
+                    const int half = step * 2 / STEPS, in_half = step % (STEPS / 2);
+                    const StepCodes codes =
+                        reinterpret_cast<const StepCodes*>(block)[(half * 128 + thread % 128) * (STEPS / 2) + in_half];
 #pragma unroll
-                    for (int s = 0; s < 4; ++s) {
-                        const int g = (half * 4 + s) * GROUPS / 8;
+                    for (int s = 0; s < STEP_WORDS; ++s) {
+                        const int g = (step * STEP_WORDS + s) * GROUPS / 8;
                         const Rows of(block, g, row);
-                        convert(a[set][s], codes[s], magic, of.zero);
+                        convert(a[set][s], codes.words[s], magic, of.zero);
 #pragma unroll
                         for (int i = 0; i < 4; ++i)
                             a[set][s][i] = times(a[set][s][i], Out::pack(of.scale[i % 2], of.scale[i % 2]));
                     }
                 },
-                [&](int stage, int half, int set) {
+                [&](int stage, int step, int set) {
                     mma_fence();
 #pragma unroll
-                    for (int s = 0; s < 4; ++s)
-                        mma(total[0], a[set][s], x_tile + stage * (2 * BOX / 16) + half * (BOX / 16) + s * 2, true);
+                    for (int s = 0; s < STEP_WORDS; ++s) {
+                        const int word = step * STEP_WORDS + s;
+                        mma(total[0], a[set][s], x_tile + (stage * 2 + word / 4) * (BOX / 16) + word % 4 * 2, true);
+                    }
                     mma_commit();
                 });
             settle(total[0]);

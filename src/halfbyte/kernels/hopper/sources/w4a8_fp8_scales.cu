@@ -1,14 +1,24 @@
 // INT4 weights x FP8 activations with group scales in FP8: out[m, n] = x_scale[m] channel_scale[n] sum_k x[m, k] w[n, k]
 // (+ bias[n]), where w is code x group scale rounded to E4M3, and sums stay in the tensor cores over all of K.
 //
-// These are the numbers of vLLM's CUTLASS kernel. A code selects one of the eight negative multiples of its group's scale
-// that a block holds ready (blocks.py, w4a8_fp8_scales.py), or the positive one of the same size.
+// These are the numbers of vLLM's CUTLASS kernel. A code selects from two tables of its scale that a block of threads holds
+// ready for all E4M3 numbers (w4a8_fp8_scales_codes.py).
 #include "linear.cuh"
+
+// One scale's multiples, so that the sum of what a code selects from both tables, and ONCE, is its multiple. A byte
+// permutation gives a nibble's byte or, where the nibble's bit 3 is set, eight times the byte's bit 7: the codes from 0 on
+// select from `nonnegative`, and their complements, which have bit 3 set, nothing but 0 or 255; codes below 0 the other way
+// round. Every byte's sum carries one into the next byte.
+struct alignas(16) Tables {
+    u32 nonnegative[2], negative[2];
+};
+constexpr u32 ONCE = 0x7F7F7F80;
 
 struct Shared {
     alignas(1024) u8 x[STAGES][TOKENS * 128];
     Staged staged;
     alignas(128) u8 weights[STAGES][WARPGROUPS][BLOCK_BYTES];
+    Tables tables[256];  // of all E4M3 scales
     float token_scale[WARPGROUPS][TOKENS];
     Pipeline pipeline;
 };
@@ -16,44 +26,56 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts less");
 static_assert(STAGE_BLOCKS == 1);
 static_assert(GROUPS == 1 && PARTS == 1);
 
-constexpr int SETS = 2;  // of registers for a block's codes
-
 constexpr int PRODUCER_REGISTERS = 32;
 using Budget = Registers<PRODUCER_REGISTERS>;
 
-// The positive multiples in the same order, and zero in the place of 8 s.
-__device__ __forceinline__ Multiples positive(const Multiples& negative) {
-    return {(negative.low ^ 0x80808080) & 0xFFFFFF00, negative.high ^ 0x80808080};
+// Two sets of registers for codes, each for a block or, where that is too much, for half of one.
+constexpr int SETS = 2;
+constexpr int STEPS = ACCUMULATORS + 72 > Budget::CONSUMER ? 2 : 1;
+
+// Sizes of four multiples of `scale`, rounded to E4M3.
+__device__ __forceinline__ u32 multiples(float scale, float first) {
+    return fp8_pair(scale * first, scale * (first + 1)) | fp8_pair(scale * (first + 2), scale * (first + 3)) << 16;
 }
 
-// Four codes, indices and signs in the nibbles of index and select, as E4M3 bytes.
-__device__ __forceinline__ u32 choose(const Multiples& positive, const Multiples& negative, u32 index, u32 select) {
-    return __byte_perm(
-        __byte_perm(positive.low, positive.high, index), __byte_perm(negative.low, negative.high, index), select);
-}
-
-// Codes of rows r and r + 8, in the low and high half of each word. order: 0x32103210 in a register; an instruction
-// takes one immediate.
-__device__ __forceinline__ void convert(u32 (&a)[4][4], const u8* block, int thread, int row, u32 order) {
-    const uint4* words = reinterpret_cast<const uint4*>(block) + thread % 128;
-    const uint4 first = words[0], second = words[128];
-    const u32 codes[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-    const Multiples* multiples = reinterpret_cast<const Multiples*>(block + 4096) + row;
-    const Multiples negative[2] = {multiples[0], multiples[8]};
-    const Multiples plus[2] = {positive(negative[0]), positive(negative[1])};
+__device__ __forceinline__ Tables tables_of(u32 scale) {
+    if ((scale & 0x7F) == 0x7F) return {{0xFFFFFFFF, 0xFFFFFFFF}, {0, 0}};  // all that is selected is NaN
+    const float size = fp8_value(scale & 0x7F);
+    Tables sizes = {{multiples(size, 0), multiples(size, 4)}, {multiples(size, 1), multiples(size, 5)}};
+    // 128 + n and 0 make 256 + n, whose byte is n; n + 1 and 255 make 256 + 128 + n, whose byte is -n.
+    const bool is_negative = scale & 0x80;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const u32 index = codes[i] & 0x77777777;
-        u32 select;  // byte i of the positive ones or, with the sign in bit 2, of the negative ones
-        asm("lop3.b32 %0, %1, 0x44444444, %2, 0xEA;" : "=r"(select) : "r"(codes[i] >> 1), "r"(order));
-        a[i / 2][i % 2 * 2] = choose(plus[0], negative[0], index, select);
-        a[i / 2][i % 2 * 2 + 1] = choose(plus[1], negative[1], index >> 16, select >> 16);
+    for (int i = 0; i < 2; ++i) {
+        sizes.nonnegative[i] += is_negative ? 0x01010101 : 0x80808080;
+        sizes.negative[i] += is_negative ? 0x80808080 : 0x01010101;
+    }
+    return sizes;
+}
+
+// Four codes in the lower half of a word. ones: all bits set, in a register: the complement by a product, which other
+// units compute than permutations and sums.
+__device__ __forceinline__ u32 choose(const Tables& tables, u32 codes, u32 ones) {
+    return permute(tables.nonnegative, codes) + permute(tables.negative, codes * ones + ones) + ONCE;
+}
+
+// A step's codes of rows r and r + 8, which are in the low and high half of each word.
+__device__ __forceinline__ void convert(u32 (&a)[4 / STEPS][4], const uint4* words, const Tables (&tables)[2], u32 ones) {
+#pragma unroll
+    for (int half = 0; half < 2 / STEPS; ++half) {
+        const uint4 four = words[half * 128];
+        const u32 codes[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            u32(&of_step)[4] = a[half * 2 + i / 2];
+            of_step[i % 2 * 2] = choose(tables[0], codes[i], ones);
+            of_step[i % 2 * 2 + 1] = choose(tables[1], codes[i] >> 16, ones);
+        }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_scales(
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map, const u8* __restrict__ weights, const float* __restrict__ channel_scale,
-    const float* x_scale, const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map, const u8* __restrict__ weights,
+    const float* __restrict__ channel_scale, const float* x_scale, const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
     extern __shared__ __align__(1024) u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Pipeline& pipeline = shared.pipeline;
@@ -70,8 +92,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
     take_registers<Budget::CONSUMER>();
     const int lane = thread & 31, warpgroup = thread / 128;
     const int row = thread / 32 % 4 * 16 + lane / 4;
-    const u32 order = 0x32103210 + (static_cast<u32>(p.tokens) >> 31);
+    const u32 ones = ~(static_cast<u32>(p.tokens) >> 31);
     const u64 x_tile = tile_of<128>(shared_address(shared.x[0]));
+    for (int scale = thread; scale < 256; scale += CONSUMERS) shared.tables[scale] = tables_of(scale);
+    named_barrier(WARPGROUPS + 1, CONSUMERS);
     wait_for_previous_kernel();
     if constexpr (CLUSTER > 1) cluster_wait();
 
@@ -84,14 +108,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
         if (!STREAM || segment.k_begin == 0) fetch_scales(shared.token_scale[warpgroup], x_scale, token_base, p);
         float sum[ACCUMULATORS] = {};
 
-        u32 a[SETS][4][4];
-        accumulate<1, SETS>(
+        u32 a[SETS][4 / STEPS][4];
+        Tables tables[2];
+        accumulate<STEPS, SETS>(
             pipeline, phases, place, segment.k_end - segment.k_begin,
-            [&](int stage, int, int set) { convert(a[set], shared.weights[stage][warpgroup], thread, row, order); },
-            [&](int stage, int, int set) {
+            [&](int stage, int step, int set) {
+                const u8* block = shared.weights[stage][warpgroup];
+                const u8* scales = block + 4096 + row;
+                if (step == 0) tables[0] = shared.tables[scales[0]], tables[1] = shared.tables[scales[8]];
+                convert(a[set], reinterpret_cast<const uint4*>(block) + step * 128 + thread % 128, tables, ones);
+            },
+            [&](int stage, int step, int set) {
+                const u64 x = x_tile + stage * TOKENS * 8 + step * 4;
                 mma_fence();
 #pragma unroll
-                for (int s = 0; s < 4; ++s) mma(sum, a[set][s], x_tile + stage * TOKENS * 8 + s * 2, true);
+                for (int s = 0; s < 4 / STEPS; ++s) mma(sum, a[set][s], x + s * 2, true);
                 mma_commit();
             });
 
