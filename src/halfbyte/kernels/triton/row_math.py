@@ -96,24 +96,8 @@ def squares_and_largest_magnitude(values: tl.tensor, others: tl.tensor):  # type
 @triton.jit
 def scale_for(magnitude: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
     """The fp32 scale of a row by its :func:`largest_magnitude`; NaN if that is not finite."""
-    INVERSE: tl.constexpr = 1.0 / LARGEST
-    largest = magnitude.to(tl.float32, bitcast=True)
-    scale = largest * INVERSE
-    # The correctly rounded quotient (Markstein, IBM J. Res. Dev. 34, 1990) in a third of a division's time.
-    scale = tl.fma(tl.fma(-scale, LARGEST, largest), INVERSE, scale)
+    scale = tl.math.div_rn(magnitude.to(tl.float32, bitcast=True), LARGEST)
     return tl.where(magnitude < _INFINITY_BITS, tl.maximum(scale, _SMALLEST_SCALE), float("nan"))
-
-
-@triton.jit
-def _minus_reciprocal(scale: tl.tensor, CORRECTIONS: tl.constexpr) -> tl.tensor:
-    """``-1 / scale``, for scales from 2^-64 to 2^120: correctly rounded, or nearly so for two corrections."""
-    if CORRECTIONS == 1 or not ASSEMBLY:
-        return tl.math.div_rn(-1.0, scale)
-    # As the compiler divides where no operand is extreme, without the test whether one is.
-    about = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
-    )
-    return tl.fma(tl.fma(scale, about, -1.0), about, -about)
 
 
 @triton.jit
@@ -130,7 +114,7 @@ def divided(values: tl.tensor, scale: tl.tensor, DTYPE: tl.constexpr) -> tl.tens
         # Or the remainders would be subnormal and lose bits.
         values = values * _LIFT
         scale = scale * _LIFT
-    minus_reciprocal = _minus_reciprocal(scale, CORRECTIONS)
+    minus_reciprocal = tl.math.div_rn(-1.0, scale)
     minus_values = values * -1.0  # is free, where a minus sign would mean 0 - values
     quotients = minus_values * minus_reciprocal
     for _ in tl.static_range(CORRECTIONS):
