@@ -18,7 +18,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
     rows=st.integers(1, 9).map(lambda n: 16 * n),
     columns=st.integers(1, 5).map(lambda n: 64 * n),
     group=st.sampled_from([32, 64, 128]),
-    scale=st.sampled_from([BF16, FP16, FP32]),
+    scale=st.sampled_from([BF16, FP16, FP32, torch.uint8]),
     zeros=st.sampled_from([None, BF16, FP16]),
     seed=st.integers(0, 2**31),
 )
@@ -35,7 +35,7 @@ def test_unpacking_gives_every_bit_back(
     generator = torch.Generator().manual_seed(seed)
     groups = -(-columns // group)
     codes = torch.randint(-8, 8, (rows, columns), generator=generator, dtype=torch.int8)
-    scales = torch.randn(rows, groups, generator=generator).to(scale)
+    scales = (torch.rand(rows, groups, generator=generator) * 255).to(scale)
     offsets = torch.randn(rows, groups, generator=generator).to(zeros) if zeros else None
     fmt = BlockFormat(group, scale, zeros)
 

@@ -3,9 +3,9 @@
 The weight ``[N, K]`` is cut into blocks of 64 output features x 128 inputs, block after block along K, N and K
 padded with zero codes. A block holds, one after the other,
 
-- 4,096 bytes of codes in the order of the matrix instruction's register fragment (``w4a8_codes``, ``w4a16_codes``):
-  thread t of a warpgroup reads bytes 16 t to 16 t + 15 of each half;
-- the groups' scales: ``[128 / group][64]`` numbers of two or four bytes;
+- 4,096 bytes of codes in the order of the matrix instruction's register fragment (``w4a8_codes``, ``w4a16_codes``,
+  ``w4a8_fp8_scales_codes``): thread t of a warpgroup reads bytes 16 t to 16 t + 15 of each half;
+- the groups' scales: ``[128 / group][64]`` numbers of one, two or four bytes;
 - with zero points, ``[128 / group][64]`` numbers of two bytes, in the form that the kernel takes off.
 """
 

@@ -33,7 +33,8 @@ def w4a16_linear(
     scale per channel is repeated), scales in ``scale_dtype`` and zero points or none. bias: in the dtype of ``x``.
 
     Group scales are exact, applied to fp32 sums. But where scales and ``x`` are bfloat16, each weight is rounded to
-    bfloat16 once for more than 256 tokens (fewer where features are many).
+    bfloat16 once for many tokens: as ``w4a16_config.ROUNDED`` says, from 65 tokens where features are more than 16,896,
+    else from some hundred on.
     """
     out = x.new_empty((x.shape[0], out_features))
     if x.shape[0]:

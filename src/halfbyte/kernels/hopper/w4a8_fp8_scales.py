@@ -90,7 +90,7 @@ def w4a8_fp8_scales_source(config: W4A8Fp8ScalesConfig, out_dtype: torch.dtype) 
     """The kernel for one configuration."""
     defines = {
         **config.defines(FORMAT),
-        "Scale": "Fp8",
+        "Scale": "u8",
         "Out": NAMES[out_dtype],
     }
     return Source.of("w4a8_fp8_scales.cu", "w4a8_fp8_scales", defines, (config.tokens, "e4m3", "mma"))

@@ -21,13 +21,13 @@ from halfbyte.kernels.hopper.blocks import CODE_BYTES, INPUTS, ROWS, BlockFormat
 
 FORMAT = BlockFormat(128, torch.uint8)
 
-_MULTIPLES = 8
+_DIVISOR = 8  # what the largest group scale leaves room for: its product with -8
 
 
 def split_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """bfloat16 ``[N, groups]`` as group scales, E4M3 ``[N, groups]``, and channel scales, fp32 ``[N]``."""
     groups, channels = quantize_activations(scales, ActivationFormat("e4m3", "token"))
-    return encode_float8(groups.float() / _MULTIPLES, "e4m3"), channels[:, 0] * _MULTIPLES
+    return encode_float8(groups.float() / _DIVISOR, "e4m3"), channels[:, 0] * _DIVISOR
 
 
 def rounded_weight(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

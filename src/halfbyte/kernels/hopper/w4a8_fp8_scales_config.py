@@ -34,7 +34,7 @@ TABLE = Table(
         (8, WAVE * 2, ANY, W4A8Fp8ScalesConfig(8, 128, split=2, blocks_per_sm=2)),
         (8, WAVE * 6, ANY, W4A8Fp8ScalesConfig(8, 128, blocks_per_sm=2)),
         (8, ANY, ANY, W4A8Fp8ScalesConfig(8, 256)),
-        (16, WAVE // 2, ANY, W4A8Fp8ScalesConfig(16, 64, split=8, blocks_per_sm=4)),
+        (16, WAVE // 2, ANY, W4A8Fp8ScalesConfig(16, 64, split=8, stages=6, blocks_per_sm=4)),
         (16, WAVE, ANY, W4A8Fp8ScalesConfig(16, 128, split=4, blocks_per_sm=2)),
         (16, WAVE * 2, ANY, W4A8Fp8ScalesConfig(16, 128, split=2, blocks_per_sm=2)),
         (16, WAVE * 6, ANY, W4A8Fp8ScalesConfig(16, 128, blocks_per_sm=2)),

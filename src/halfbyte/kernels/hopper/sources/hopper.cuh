@@ -311,11 +311,7 @@ struct Float {
     __device__ __forceinline__ float value() const { return number; }
 };
 
-// An E4M3 number.
-struct Fp8 {
-    u8 bits;
-};
-
+// E4M3 numbers: what one is, and two as the lower half of a word.
 __device__ __forceinline__ float fp8_value(u32 bits) {
     u32 both;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(static_cast<u16>(bits)));
@@ -328,7 +324,8 @@ __device__ __forceinline__ u32 fp8_pair(float low, float high) {
     return both;
 }
 
-// Byte i: the byte of `bytes` that nibble i of `select` says by its low three bits; with its bit 3 set, that byte's sign.
+// Byte i: the byte of `bytes` that nibble i of `select` says by its low three bits; with its bit 3 set, eight times that
+// byte's bit 7. (The language's own __byte_perm does not promise to look at bit 3.)
 __device__ __forceinline__ u32 permute(const u32 (&bytes)[2], u32 select) {
     u32 out;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(bytes[0]), "r"(bytes[1]), "r"(select));

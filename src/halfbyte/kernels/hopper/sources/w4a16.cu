@@ -24,6 +24,7 @@ constexpr int PRODUCER_REGISTERS = 32;
 using Budget = Registers<PRODUCER_REGISTERS>;
 
 // With ROUNDED: four sets of registers for the codes of half a block or, where that is too much, two for a quarter.
+// (100: codes, 64, and addresses and the like.)
 constexpr bool TIGHT = ACCUMULATORS + 100 > Budget::CONSUMER;
 constexpr int SETS = TIGHT ? 2 : 4;
 constexpr int STEPS = TIGHT ? 4 : 2;

@@ -1,8 +1,8 @@
 // INT4 weights x FP8 activations with group scales in FP8: out[m, n] = x_scale[m] channel_scale[n] sum_k x[m, k] w[n, k]
 // (+ bias[n]), where w is code x group scale rounded to E4M3, and sums stay in the tensor cores over all of K.
 //
-// These are the numbers of vLLM's CUTLASS kernel. A code selects from two tables of its scale that a block of threads holds
-// ready for all E4M3 numbers (w4a8_fp8_scales_codes.py).
+// These are the numbers of vLLM's CUTLASS kernel. A code selects from two tables of its scale, which a block of threads
+// holds ready for all E4M3 numbers.
 #include "linear.cuh"
 
 // One scale's multiples, so that the sum of what a code selects from both tables, and ONCE, is its multiple. A byte
@@ -30,6 +30,7 @@ constexpr int PRODUCER_REGISTERS = 32;
 using Budget = Registers<PRODUCER_REGISTERS>;
 
 // Two sets of registers for codes, each for a block or, where that is too much, for half of one.
+// (72: codes of two blocks, 32, two rows' tables, 8, addresses and the like.)
 constexpr int SETS = 2;
 constexpr int STEPS = ACCUMULATORS + 72 > Budget::CONSUMER ? 2 : 1;
 
