@@ -15,8 +15,9 @@ from halfbyte.kernels.hopper.blocks import pack_blocks
 from halfbyte.kernels.hopper.config import fitted
 from halfbyte.kernels.hopper.w4a8 import run_w4a8
 from halfbyte.kernels.hopper.w4a8_config import FP16, W4A8Config
-from halfbyte.kernels.hopper.w4a8_fp8_scales import w4a8_fp8_scales_linear
+from halfbyte.kernels.hopper.w4a8_fp8_scales import run_w4a8_fp8_scales, w4a8_fp8_scales_linear
 from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import FORMAT, pack_codes, rounded_weight
+from halfbyte.kernels.hopper.w4a8_fp8_scales_config import W4A8Fp8ScalesConfig
 from halfbyte.kernels.hopper.w4a16 import run_w4a16
 from halfbyte.kernels.hopper.w4a16_config import W4A16Config
 from halfbyte.kernels.hopper.workspace import Spaces, reserve, space
@@ -326,6 +327,33 @@ def test_a_rest_of_features_is_multiplied_by_itself(tokens: int, n: int) -> None
     assert config.rest
     assert config.first_features(tokens, n, config.rest) < n
     assert error(W4A8, x, weight, bias) < 3e-3
+
+
+def test_other_kernels_take_a_rest_too() -> None:
+    tokens, n, k = 200, 57376, 2176
+    x, bias = torch.randn(tokens, k, device=GPU, dtype=BF16), torch.randn(n, device=GPU, dtype=BF16)
+    out = x.new_full((tokens, n), float("nan"))
+    weight = layer(W4A16, n, k)
+    fmt = W4A16.block_format(weight)
+    config = fitted(W4A16Config(256, 128, stages=2, rounded=True, rest=W4A16Config(128, 128, stages=4)), fmt)
+    assert config
+    run_w4a16(config, fmt, x, weight.tensors["weight"], bias, out)
+    wanted = x.double() @ exact_weight(W4A16.restore(weight)).T.to(GPU) + bias.double()
+    assert ((out - wanted).norm() / wanted.norm()).item() < 3e-3
+
+    kernel, of = HopperW4A8Fp8Scales(), scheme(W4A8)
+    weight = layer(kernel, n, k, of)
+    rest = W4A8Fp8ScalesConfig(256, 128, stages=4, rest=W4A8Fp8ScalesConfig(128, 128))
+    whole = fitted(replace(rest, rest=None), FORMAT)
+    cut = fitted(rest, FORMAT)
+    assert whole
+    assert cut
+    inputs, tensors = kernel.quantize(x, weight), weight.tensors
+    outs = [torch.full_like(out, float("nan")) for _ in range(2)]
+    for config, to in zip((whole, cut), outs, strict=True):
+        operands = (inputs.codes, inputs.scales, tensors["weight"], tensors["channels"], bias, to)
+        run_w4a8_fp8_scales(config, *operands)
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("tokens", [64, 128, 300, 1100])

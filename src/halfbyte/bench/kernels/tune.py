@@ -127,7 +127,7 @@ def candidates(
 
 def _cuts_its_rest(config: TileConfig, tokens: int, features: int) -> bool:
     """Or it is the same as without; into smaller tiles, or nothing is won."""
-    if not isinstance(config, w4a8_config.W4A8Config) or config.rest is None:
+    if config.rest is None:
         return True
     smaller = config.rest.tokens * config.rest.rows < config.tokens * config.rows
     return smaller and config.first_features(tokens, features, config.rest) < features

@@ -40,7 +40,8 @@ class TileConfig(ABC):
 
     stages: in flight. blocks_per_sm: for how many the registers are divided. parts: of the tokens,
     multiplied and promoted one after the other. stream: whether the tiles of the last rounds are divided evenly among
-    all blocks, along K, where whole tiles would leave too many idle. stage_blocks: of K in a stage.
+    all blocks, along K, where whole tiles would leave too many idle. stage_blocks: of K in a stage. rest: for the
+    features that would make a last round of tiles in which most multiprocessors have none.
     """
 
     tokens: int
@@ -52,6 +53,7 @@ class TileConfig(ABC):
     parts: int = 1
     stream: bool = False
     stage_blocks: int = 1
+    rest: TileConfig | None = None
 
     @abstractmethod
     def shared_bytes(self, fmt: BlockFormat) -> int:
@@ -104,6 +106,17 @@ class TileConfig(ABC):
             whole = max(tiles // places - 1, 0) * places
             return Schedule(places * self.cluster, tiles - whole, QUANTUM)
         return Schedule(ceil_div(tiles, ceil_div(tiles, places)) * self.cluster, 0, blocks_k)
+
+    def first_features(self, tokens: int, features: int, rest: TileConfig) -> int:
+        """Features for this configuration; the others go to ``rest``. As many as fill whole rounds, if the others then
+        fit into one round of ``rest``; else all.
+        """
+        tiles = self.places // ceil_div(tokens, self.tokens) * self.share  # of features, in a round
+        if not tiles or not (self.staged_tokens and rest.staged_tokens):
+            return features
+        whole = features // (tiles * self.rows) * tiles * self.rows
+        others = ceil_div(features - whole, rest.rows) * ceil_div(tokens, rest.tokens)
+        return whole if whole and 0 < others <= rest.places else features
 
     @property
     def staged_bytes(self) -> int:

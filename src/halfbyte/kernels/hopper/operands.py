@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple, cast
 
 import torch
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.hopper.blocks import INPUTS, ROWS, BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
-from halfbyte.kernels.hopper.config import Schedule, TileConfig, ceil_div
+from halfbyte.kernels.hopper.config import Config, Schedule, TileConfig, ceil_div, fitted
 from halfbyte.kernels.hopper.driver import Launch, current_stream, function, pointer, tensor_map
 from halfbyte.kernels.hopper.workspace import FLAG_BYTES, space
 
@@ -34,6 +35,28 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("streamed", "quantum")),
         *((name, ctypes.c_void_p) for name in ("partials", "flags")),
     ]
+
+
+class Features(NamedTuple):
+    """What belongs to output features: all, or those of one launch. weight: packed. vectors: with a number for each."""
+
+    weight: torch.Tensor
+    out: torch.Tensor
+    vectors: tuple[torch.Tensor | None, ...]
+
+    def launches(self, config: Config, fmt: BlockFormat) -> Sequence[tuple[Config, Features]]:
+        """All at once as ``config`` says, or those that fill whole rounds and then its ``rest``."""
+        (tokens, features), rest = self.out.shape, config.rest and fitted(config.rest, fmt)
+        first = config.first_features(tokens, features, rest) if rest else features
+        if rest is None or first == features:  # nearly always: views cost time
+            return ((config, self),)
+        return (config, self._part(0, first)), (cast("Config", rest), self._part(first, features))
+
+    def _part(self, begin: int, end: int) -> Features:
+        """From ``begin``, where a block of the weight begins, to ``end``."""
+        blocks = self.weight[begin // ROWS : ceil_div(end, ROWS)]
+        vectors = (each if each is None else each[begin:end] for each in self.vectors)
+        return Features(blocks, self.out[:, begin:end], tuple(vectors))
 
 
 @dataclass(frozen=True)

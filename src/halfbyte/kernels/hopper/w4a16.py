@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.kernels.hopper.blocks import BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
-from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Linear, is_bias, is_packed, require
+from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Features, Linear, is_bias, is_packed, require
 from halfbyte.kernels.hopper.w4a16_config import W4A16Config, table_for
 
 
@@ -74,13 +74,14 @@ def run_w4a16(
             bias,
         ),
         (
-            out.dtype == x.dtype and out.shape[1] % 8 == 0,
-            "out must be of the dtype of x with a multiple of 8 columns",
+            out.dtype == x.dtype and out.shape[1] % 8 == 0 and out.is_contiguous(),
+            "out must be contiguous, of the dtype of x with a multiple of 8 columns",
             out,
         ),
     )
-    linear = Linear(config, fmt, x, weight, out)
-    linear.launch(w4a16_source(config, fmt, out.dtype), weight, bias, out)
+    for cut, part in Features(weight, out, (bias,)).launches(config, fmt):
+        linear = Linear(cut, fmt, x, part.weight, part.out)
+        linear.launch(w4a16_source(cut, fmt, out.dtype), part.weight, *part.vectors, part.out)
 
 
 @cache

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
-from halfbyte.kernels.hopper.blocks import ROWS, BlockFormat
+from halfbyte.kernels.hopper.blocks import BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
-from halfbyte.kernels.hopper.config import ceil_div, fitted
+from halfbyte.kernels.hopper.config import ceil_div
 from halfbyte.kernels.hopper.driver import tensor_map
-from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Linear, is_bias, is_packed, require
+from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Features, Linear, is_bias, is_packed, require
 from halfbyte.kernels.hopper.w4a8_codes import block_format
 from halfbyte.kernels.hopper.w4a8_config import SUMS_AT_ONCE, W4A8Config, table_for
 
@@ -108,44 +107,12 @@ def run_w4a8(
             out,
         ),
     )
-    features, rest = out.shape[1], config.rest and fitted(config.rest, fmt)
-    first = config.first_features(tokens, features, rest) if rest else features
-    whole = _Features(weight, row_factors, bias, out)
-    if rest is None or first == features:  # nearly always: views cost time
-        _launch(config, fmt, x, x_scale, x_sums, whole)
-        return
-    _launch(config, fmt, x, x_scale, x_sums, whole.part(0, first))
-    _launch(rest, fmt, x, x_scale, x_sums, whole.part(first, features))
-
-
-class _Features(NamedTuple):
-    """What belongs to output features: all, or those of one launch."""
-
-    weight: torch.Tensor
-    row_factors: torch.Tensor | None
-    bias: torch.Tensor | None
-    out: torch.Tensor
-
-    def part(self, begin: int, end: int) -> _Features:
-        """Of the features from ``begin``, where a block of the weight begins, to ``end``."""
-        blocks = self.weight[begin // ROWS : ceil_div(end, ROWS)]
-        factors, bias = (each if each is None else each[begin:end] for each in self[1:3])
-        return _Features(blocks, factors, bias, self.out[:, begin:end])
-
-
-def _launch(
-    config: W4A8Config,
-    fmt: BlockFormat,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    x_sums: torch.Tensor,
-    features: _Features,
-) -> None:
-    weight, row_factors, bias, out = features
-    box = config.tokens, SUMS_AT_ONCE, SUMS_AT_ONCE * 4
-    sums_map = tensor_map(x_sums.data_ptr(), "f32", *x_sums.shape, x_sums.stride(0) * 4, *box)
-    source = w4a8_source(config, fmt, out.dtype)
-    Linear(config, fmt, x, weight, out).launch(source, sums_map, weight, x_scale, row_factors, bias, out)
+    for cut, part in Features(weight, out, (row_factors, bias)).launches(config, fmt):
+        box = cut.tokens, SUMS_AT_ONCE, SUMS_AT_ONCE * 4
+        sums_map = tensor_map(x_sums.data_ptr(), "f32", *x_sums.shape, x_sums.stride(0) * 4, *box)
+        source, (factors, biases) = w4a8_source(cut, fmt, out.dtype), part.vectors
+        linear = Linear(cut, fmt, x, part.weight, part.out)
+        linear.launch(source, sums_map, part.weight, x_scale, factors, biases, part.out)
 
 
 def _are_factors(factors: torch.Tensor, out: torch.Tensor) -> bool:

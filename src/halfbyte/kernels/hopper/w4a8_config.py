@@ -36,23 +36,10 @@ class W4A8Config(TileConfig):
     halves: codes and a half are multiplied, also where a code serves many tokens; with fp32 sums and few tokens they
     always are.
     fp16_sums: sums are kept in fp16. They take half the registers and half the operations that add them up.
-    rest: for the features that would make a last round of tiles in which most multiprocessors have none.
     """
 
     halves: bool = False
     fp16_sums: bool = False
-    rest: W4A8Config | None = None
-
-    def first_features(self, tokens: int, features: int, rest: W4A8Config) -> int:
-        """Features for this configuration; the others go to ``rest``. As many as fill whole rounds, if the others then
-        fit into one round of ``rest``; else all.
-        """
-        tiles = self.places // ceil_div(tokens, self.tokens) * self.share  # of features, in a round
-        if not tiles or not (self.staged_tokens and rest.staged_tokens):
-            return features
-        whole = features // (tiles * self.rows) * tiles * self.rows
-        others = ceil_div(features - whole, rest.rows) * ceil_div(tokens, rest.tokens)
-        return whole if whole and 0 < others <= rest.places else features
 
     def sums(self, fmt: BlockFormat) -> int:
         """Two where one step can be promoted while the next one is multiplied."""

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from halfbyte.kernels.hopper.compiler import Source
-from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Linear, is_bias, is_packed, require
+from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Features, Linear, is_bias, is_packed, require
 from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import FORMAT
 from halfbyte.kernels.hopper.w4a8_fp8_scales_config import TABLE, W4A8Fp8ScalesConfig
 
@@ -76,13 +76,15 @@ def run_w4a8_fp8_scales(
             bias,
         ),
         (
-            out.dtype in OUTPUTS and out.shape[1] % 8 == 0,
-            "out must be bfloat16 or float16 with a multiple of 8 columns",
+            out.dtype in OUTPUTS and out.shape[1] % 8 == 0 and out.is_contiguous(),
+            "out must be contiguous bfloat16 or float16 with a multiple of 8 columns",
             out,
         ),
     )
-    linear = Linear(config, FORMAT, x, weight, out)
-    linear.launch(w4a8_fp8_scales_source(config, out.dtype), weight, channel_scale, x_scale, bias, out)
+    for cut, part in Features(weight, out, (channel_scale, bias)).launches(config, FORMAT):
+        source, (scales, biases) = w4a8_fp8_scales_source(cut, out.dtype), part.vectors
+        linear = Linear(cut, FORMAT, x, part.weight, part.out)
+        linear.launch(source, part.weight, scales, x_scale, biases, part.out)
 
 
 @cache
