@@ -107,6 +107,18 @@ def test_fp8_scales_follow_their_definition() -> None:
     assert channels.item() == largest / 448 * 8
 
 
+def test_a_weight_with_fp8_scales_is_rounded_twice() -> None:
+    """Code times group scale rounded to E4M3, times the channel's scale: from the definition, number by number."""
+    codes = torch.arange(-8, 8, dtype=torch.int8).repeat(3, 16)
+    scales = (torch.rand(3, 2, generator=torch.Generator().manual_seed(0)) * 0.1 + 1e-3).to(BF16)
+    groups, channels = w4a8_fp8_scales_codes.split_scales(scales)
+    found = w4a8_fp8_scales_codes.rounded_weight(codes, scales)
+    for row in range(3):
+        for column in range(256):
+            product = codes[row, column].float() * groups[row, column // 128].float()
+            assert found[row, column] == product.to(torch.float8_e4m3fn).float() * channels[row]
+
+
 def test_zero_points_come_back() -> None:
     zero_points = torch.arange(-8, 9, dtype=torch.int8)
     assert torch.equal(w4a8_codes.unpack_zeros(w4a8_codes.pack_zeros(zero_points)), zero_points)

@@ -90,6 +90,7 @@ def w4a16_source(config: W4A16Config, fmt: BlockFormat, dtype: torch.dtype) -> S
     defines = {
         **config.defines(fmt),
         "ROUNDED": int(config.rounded),
+        "TIGHT": int(config.tight),
         "Scale": NAMES[fmt.scale],
         "Out": NAMES[dtype],
     }

@@ -20,11 +20,16 @@ class W4A16Config(TileConfig):
 
     rounded: bool = False
 
+    @property
+    def tight(self) -> bool:
+        """With ``rounded``: whether a thread has registers for two quarters of a block's codes, not for four halves."""
+        return self.rows > 128
+
     def takes(self, fmt: BlockFormat) -> bool:
         # Registers of a thread, less those for addresses.
         most = {64: 196, 128: 196, 192: 124, 256: 84}[self.rows]
-        # Of four half blocks' codes, or two quarters'; or one part's sums and a block's codes.
-        others = (16 if self.rows > 128 else 64) if self.rounded else self.columns // 2 + 32
+        # Of two quarters of a block's codes, or four halves; or one part's sums and a block's codes.
+        others = (16 if self.tight else 64) if self.rounded else self.columns // 2 + 32
         fits = self.tokens // 2 + others <= most
         if self.rounded and (self.parts > 1 or self.stages not in (2, 3, 4, 6, 8)):
             return False  # the kernel's rounds are whole turns of the sets

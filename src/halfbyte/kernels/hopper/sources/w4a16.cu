@@ -23,9 +23,7 @@ static_assert(!ROUNDED || (IS_BF16 && PARTS == 1), "products in FP16 might be to
 constexpr int PRODUCER_REGISTERS = 32;
 using Budget = Registers<PRODUCER_REGISTERS>;
 
-// With ROUNDED: four sets of registers for the codes of half a block or, where that is too much, two for a quarter.
-// (100: codes, 64, and addresses and the like.)
-constexpr bool TIGHT = ACCUMULATORS + 100 > Budget::CONSUMER;
+// With ROUNDED: four sets of registers for the codes of half a block or, if TIGHT, two for a quarter.
 constexpr int SETS = TIGHT ? 2 : 4;
 constexpr int STEPS = TIGHT ? 4 : 2;
 constexpr int STEP_WORDS = 8 / STEPS;  // of codes, 16 inputs each

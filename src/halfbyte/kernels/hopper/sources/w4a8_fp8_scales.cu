@@ -76,7 +76,8 @@ __device__ __forceinline__ void convert(u32 (&a)[4 / STEPS][4], const uint4* wor
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_scales(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map, const u8* __restrict__ weights,
-    const float* __restrict__ channel_scale, const float* x_scale, const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
+    const float* __restrict__ channel_scale, const float* x_scale, const Out* __restrict__ bias, Out* __restrict__ out,
+    const Problem p) {
     extern __shared__ __align__(1024) u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Pipeline& pipeline = shared.pipeline;
