@@ -35,8 +35,7 @@ TABLES: dict[str, Table[Any]] = {
     "w4a16 rounded": w4a16_config.ROUNDED,
     "w4a8 with fp8 scales": w4a8_fp8_scales_config.TABLE,
 }
-W4A8_TABLES = [*w4a8_config.FP16.configurations(), *w4a8_config.FP32.configurations()]
-W4A8 = list(dict.fromkeys([*W4A8_TABLES, *(config.rest for config in W4A8_TABLES if config.rest)]))
+W4A8 = list(dict.fromkeys([*w4a8_config.FP16.configurations(), *w4a8_config.FP32.configurations()]))
 W4A16 = list(dict.fromkeys([*w4a16_config.EXACT.configurations(), *w4a16_config.ROUNDED.configurations()]))
 
 
@@ -141,11 +140,18 @@ def test_no_rest_where_tokens_alone_fill_the_rounds() -> None:
     assert config.first_features(20_000, 28672, rest) == 28672
 
 
-def test_a_rest_has_smaller_tiles() -> None:
-    for config in w4a8_config.FP16.configurations():
+@pytest.mark.parametrize("name", TABLES)
+def test_a_rest_has_smaller_tiles_of_the_same_numbers(name: str) -> None:
+    for config in TABLES[name].configurations():
         rest = config.rest
-        assert rest is None or rest.rows * rest.tokens < config.rows * config.tokens
-        assert rest is None or (rest.fp16_sums and config.staged_tokens and rest.staged_tokens)
+        if rest is None:
+            continue
+        assert rest.rows * rest.tokens < config.rows * config.tokens
+        assert config.staged_tokens
+        assert rest.staged_tokens
+        assert all(
+            getattr(rest, kind, None) == getattr(config, kind, None) for kind in ("fp16_sums", "rounded")
+        )
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -164,12 +170,28 @@ def test_sums_in_fp16_where_they_will_do(group: int) -> None:
     assert not has_fp16_sums(BF16, most, w4a8_codes.block_format(group, False, False))
 
 
-def test_a_rest_is_cut_where_it_was_measured() -> None:
-    fmt = w4a8_codes.block_format(128, True, False)
-    for tokens, features, wanted in ((128, 57344, 33792), (256, 57344, 50688), (512, 28672, 25344)):
-        config = w4a8_config.FP16.choose(tokens, features, 8192, fmt)
-        assert config.rest
-        assert config.first_features(tokens, features, config.rest) == wanted
+# Whole rounds of 132 tiles.
+@pytest.mark.parametrize(
+    ("name", "fmt", "tokens", "features", "first"),
+    [
+        ("w4a8 with sums in fp16", w4a8_codes.block_format(128, True, False), 128, 57344, 132 * 256),
+        ("w4a8 with sums in fp16", w4a8_codes.block_format(128, True, False), 256, 57344, 3 * 132 * 128),
+        ("w4a8 with sums in fp16", w4a8_codes.block_format(128, True, False), 512, 28672, 3 * 66 * 128),
+        ("w4a16 rounded", FMT, 256, 57344, 3 * 132 * 128),
+        ("w4a16 rounded", FMT, 512, 28672, 3 * 66 * 128),
+        ("w4a8 with fp8 scales", w4a8_fp8_scales_codes.FORMAT, 1, 57344, 132 * 256),
+        ("w4a8 with fp8 scales", w4a8_fp8_scales_codes.FORMAT, 64, 57344, 132 * 256),
+        ("w4a8 with fp8 scales", w4a8_fp8_scales_codes.FORMAT, 128, 57344, 132 * 256),
+        ("w4a8 with fp8 scales", w4a8_fp8_scales_codes.FORMAT, 256, 57344, 3 * 132 * 128),
+        ("w4a8 with fp8 scales", w4a8_fp8_scales_codes.FORMAT, 512, 28672, 3 * 66 * 128),
+    ],
+)
+def test_a_rest_is_cut_where_it_was_measured(
+    name: str, fmt: BlockFormat, tokens: int, features: int, first: int
+) -> None:
+    config: TileConfig = TABLES[name].choose(tokens, features, 8192, fmt)
+    assert config.rest
+    assert config.first_features(tokens, features, config.rest) == first
 
 
 @pytest.mark.parametrize("name", TABLES)

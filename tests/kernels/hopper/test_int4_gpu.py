@@ -19,7 +19,7 @@ from halfbyte.kernels.hopper.w4a8_fp8_scales import run_w4a8_fp8_scales, w4a8_fp
 from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import FORMAT, pack_codes, rounded_weight
 from halfbyte.kernels.hopper.w4a8_fp8_scales_config import W4A8Fp8ScalesConfig
 from halfbyte.kernels.hopper.w4a16 import run_w4a16
-from halfbyte.kernels.hopper.w4a16_config import W4A16Config
+from halfbyte.kernels.hopper.w4a16_config import W4A16Config, table_for
 from halfbyte.kernels.hopper.workspace import Spaces, reserve, space
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A8Fp32Sums, HopperW4A16
@@ -39,6 +39,7 @@ FP8_SCALES_SHAPES = (
     (256, 512),
     (4096, 4096),
     (1040, 1088),
+    (6144, 1088),
     (16, 128),
     (8192, 2176),
     (12288, 4096),
@@ -335,8 +336,9 @@ def test_other_kernels_take_a_rest_too() -> None:
     out = x.new_full((tokens, n), float("nan"))
     weight = layer(W4A16, n, k)
     fmt = W4A16.block_format(weight)
-    config = fitted(W4A16Config(256, 128, stages=2, rounded=True, rest=W4A16Config(128, 128, stages=4)), fmt)
-    assert config
+    config = table_for(fmt, BF16).choose(tokens, n, k, fmt)
+    assert config.rest
+    assert config.first_features(tokens, n, config.rest) < n
     run_w4a16(config, fmt, x, weight.tensors["weight"], bias, out)
     wanted = x.double() @ exact_weight(W4A16.restore(weight)).T.to(GPU) + bias.double()
     assert ((out - wanted).norm() / wanted.norm()).item() < 3e-3

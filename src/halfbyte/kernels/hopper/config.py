@@ -202,8 +202,9 @@ class Table(Generic[Config]):
         return [row[3] for row in rows[: last + 1]]
 
     def configurations(self) -> list[Config]:
-        """All that the table can give, each once."""
-        return list(dict.fromkeys(row[3] for row in self.rows))
+        """All that the table can give, and what they leave the rest to, each once."""
+        chosen = [row[3] for row in self.rows]
+        return list(dict.fromkeys([*chosen, *(config.rest for config in chosen if config.rest)]))  # type: ignore[list-item]
 
 
 @cache

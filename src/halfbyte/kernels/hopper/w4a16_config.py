@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -82,15 +82,15 @@ EXACT = Table(
 )
 """For any weights and activations."""
 
+_ROUNDED_MANY = W4A16Config(256, 128, stages=2, rounded=True)
+
 ROUNDED = Table(
     (
         *_FEW_TOKENS,
         (128, ANY, ANY, W4A16Config(128, 256, stages=3, rounded=True)),
         *_MORE_TOKENS,
-        (256, WAVE * 4, ANY, W4A16Config(256, 128, stages=2, rounded=True)),
-        (256, ANY, ANY, W4A16Config(128, 256, stages=3, rounded=True)),
-        (512, ANY, ANY, W4A16Config(256, 128, stages=2, rounded=True)),
-        (ANY, ANY, ANY, W4A16Config(256, 128, share=2, stages=2, rounded=True)),
+        (512, ANY, ANY, replace(_ROUNDED_MANY, rest=W4A16Config(128, 128, stages=4, rounded=True))),
+        (ANY, ANY, ANY, replace(_ROUNDED_MANY, share=2)),
         (ANY, ANY, ANY, W4A16Config(128, 128, stages=4, rounded=True)),
     )
 )

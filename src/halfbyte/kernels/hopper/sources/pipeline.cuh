@@ -139,25 +139,53 @@ __device__ __forceinline__ void feed(
     leave_together();
 }
 
+// A thread's eight words of a block's codes, four in each half of the block, are gone through in STEPS steps: those of
+// one step.
+template <int STEPS>
+__device__ __forceinline__ void load_codes(u32 (&codes)[8 / STEPS], const u8* block, int step) {
+    constexpr int WORDS = STEPS == 1 ? 4 : 8 / STEPS, VECTORS = 8 / STEPS / WORDS, IN_HALF = 4 / WORDS;
+    struct alignas(WORDS * 4) Vector {
+        u32 words[WORDS];
+    };
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int half = (step * VECTORS + i) / IN_HALF, in_half = (step * VECTORS + i) % IN_HALF;
+        const Vector vector = reinterpret_cast<const Vector*>(block)[(half * 128 + threadIdx.x % 128) * IN_HALF + in_half];
+#pragma unroll
+        for (int j = 0; j < WORDS; ++j) codes[i * WORDS + j] = vector.words[j];
+    }
+}
+
 // A warpgroup's products of `blocks` blocks of K whose sums stay in the tensor cores, each in STEPS steps. SETS: how many
 // steps' codes have registers of their own: the next step's are converted while this one's and the one before are
-// multiplied. take(stage, step, set): converts codes. multiply(stage, step, set): begins products and commits them.
-template <int STEPS, int SETS, class Take, class Multiply>
+// multiplied. EARLY: what is converted for the step after that is on its way from shared memory meanwhile.
+// load(stage, step): fetches codes. take(stage, step, set): converts them. multiply(stage, step, set): begins products and
+// commits them.
+template <int STEPS, int SETS, bool EARLY, class Load, class Take, class Multiply>
 __device__ __forceinline__ void accumulate(
-    Pipeline& pipeline, Phases& phases, const Place& place, int blocks, Take take, Multiply multiply) {
+    Pipeline& pipeline, Phases& phases, const Place& place, int blocks, Load load, Take take, Multiply multiply) {
     constexpr int BLOCKS = 8 / STAGES * STAGES, ROUND = BLOCKS * STEPS;  // unrolled, so that stages and sets are constants
     static_assert(ROUND > 0 && ROUND % SETS == 0 && SETS >= 2);
+    static_assert(!EARLY || STAGES > 2, "the block before the one that is multiplied may not have been left");
     auto stage_of = [](int r) { return r / STEPS % STAGES; };
-    auto fetch = [&](int r) {
+    auto load_step = [&](int r) {
         if (r % STEPS == 0) barrier_wait(shared_address(&pipeline.full[stage_of(r)]), phases.next(stage_of(r)));
+        load(stage_of(r), r % STEPS);
+    };
+    // more: whether there is a step after this one.
+    auto fetch = [&](int r, bool more) {
+        if (!EARLY) load_step(r % ROUND);
         take(stage_of(r), r % STEPS, r % SETS);
+        if (EARLY && more) load_step((r + 1) % ROUND);
     };
     auto leave = [&](int r) {
         if (r % STEPS == STEPS - 1) pipeline.leave(stage_of(r), place);
     };
     int left = blocks;
-    if (left > 0) fetch(0);
+    if (EARLY && left > 0) load_step(0);
+    if (left > 0) fetch(0, STEPS > 1 || left > 1);
     for (; left >= BLOCKS; left -= BLOCKS) {  // no branches inside: products in flight do not outlive a round
+        auto is_any = [&](int r) { return r < ROUND || r / STEPS < left; };
 #pragma unroll
         for (int r = 0; r < ROUND; ++r) {
             auto end_before = [&] {
@@ -167,7 +195,7 @@ __device__ __forceinline__ void accumulate(
             };
             multiply(stage_of(r), r % STEPS, r % SETS);
             if (SETS == 2) end_before();
-            if (r + 1 < ROUND || left > BLOCKS) fetch((r + 1) % ROUND);
+            if (is_any(r + 1)) fetch(r + 1, is_any(r + 2));
             if (SETS > 2) end_before();
         }
         mma_wait<0>();
@@ -176,10 +204,11 @@ __device__ __forceinline__ void accumulate(
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
         if (block >= left) break;
+        auto is_any = [&](int r) { return r / STEPS == block || r / STEPS < left; };
 #pragma unroll
         for (int r = block * STEPS; r < (block + 1) * STEPS; ++r) {
             multiply(stage_of(r), r % STEPS, r % SETS);
-            if (r + 1 < (block + 1) * STEPS || block + 1 < left) fetch((r + 1) % ROUND);
+            if (is_any(r + 1)) fetch(r + 1, is_any(r + 2));
             mma_wait<0>();
             leave(r);
         }

@@ -27,9 +27,6 @@ using Budget = Registers<PRODUCER_REGISTERS>;
 constexpr int SETS = TIGHT ? 2 : 4;
 constexpr int STEPS = TIGHT ? 4 : 2;
 constexpr int STEP_WORDS = 8 / STEPS;  // of codes, 16 inputs each
-struct alignas(STEP_WORDS * 4) StepCodes {
-    u32 words[STEP_WORDS];
-};
 
 __device__ __forceinline__ u32 minus(u32 left, u32 right) {
     u32 out;
@@ -109,18 +106,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
 
         if constexpr (ROUNDED) {
             u32 a[SETS][STEP_WORDS][4];
-            accumulate<STEPS, SETS>(
+            u32 codes[STEP_WORDS];
+            accumulate<STEPS, SETS, false>(
                 pipeline, phases, place, segment.k_end - segment.k_begin,
+                [&](int stage, int step) { load_codes<STEPS>(codes, shared.weights[stage][warpgroup], step); },
                 [&](int stage, int step, int set) {
                     const u8* block = shared.weights[stage][warpgroup];
-                    const int half = step * 2 / STEPS, in_half = step % (STEPS / 2);
-                    const StepCodes codes =
-                        reinterpret_cast<const StepCodes*>(block)[(half * 128 + thread % 128) * (STEPS / 2) + in_half];
 #pragma unroll
                     for (int s = 0; s < STEP_WORDS; ++s) {
                         const int g = (step * STEP_WORDS + s) * GROUPS / 8;
                         const Rows of(block, g, row);
-                        convert(a[set][s], codes.words[s], magic, of.zero);
+                        convert(a[set][s], codes[s], magic, of.zero);
 #pragma unroll
                         for (int i = 0; i < 4; ++i)
                             a[set][s][i] = times(a[set][s][i], Out::pack(of.scale[i % 2], of.scale[i % 2]));

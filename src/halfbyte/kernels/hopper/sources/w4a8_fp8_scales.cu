@@ -30,9 +30,14 @@ constexpr int PRODUCER_REGISTERS = 32;
 using Budget = Registers<PRODUCER_REGISTERS>;
 
 // Two sets of registers for codes, each for a block or, where that is too much, for half of one.
-// (72: codes of two blocks, 32, two rows' tables, 8, addresses and the like.)
-constexpr int SETS = 2;
-constexpr int STEPS = ACCUMULATORS + 72 > Budget::CONSUMER ? 2 : 1;
+// (72: codes of two blocks, 32, two rows' tables, 8, addresses and the like.) A warpgroup by itself, whose conversion no
+// other one's products hide, goes on in small steps.
+constexpr bool ALONE = WARPGROUPS == 1 && TOKENS > 128;
+constexpr int SETS = ALONE ? 4 : 2;
+constexpr int STEPS = ALONE ? 4 : ACCUMULATORS + 72 > Budget::CONSUMER ? 2 : 1;
+// A scale and then its tables are two waits for shared memory. With fewer tokens those for the weights are longer, with
+// more the products are.
+constexpr bool EARLY = (TOKENS == 128 || ALONE) && SPLIT == 1 && STAGES > 2;
 
 // Sizes of four multiples of `scale`, rounded to E4M3.
 __device__ __forceinline__ u32 multiples(float scale, float first) {
@@ -60,17 +65,12 @@ __device__ __forceinline__ u32 choose(const Tables& tables, u32 codes, u32 ones)
 }
 
 // A step's codes of rows r and r + 8, which are in the low and high half of each word.
-__device__ __forceinline__ void convert(u32 (&a)[4 / STEPS][4], const uint4* words, const Tables (&tables)[2], u32 ones) {
+__device__ __forceinline__ void convert(
+    u32 (&a)[4 / STEPS][4], const u32 (&codes)[8 / STEPS], const Tables (&tables)[2], u32 ones) {
 #pragma unroll
-    for (int half = 0; half < 2 / STEPS; ++half) {
-        const uint4 four = words[half * 128];
-        const u32 codes[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            u32(&of_step)[4] = a[half * 2 + i / 2];
-            of_step[i % 2 * 2] = choose(tables[0], codes[i], ones);
-            of_step[i % 2 * 2 + 1] = choose(tables[1], codes[i] >> 16, ones);
-        }
+    for (int i = 0; i < 8 / STEPS; ++i) {
+        a[i / 2][i % 2 * 2] = choose(tables[0], codes[i], ones);
+        a[i / 2][i % 2 * 2 + 1] = choose(tables[1], codes[i] >> 16, ones);
     }
 }
 
@@ -111,17 +111,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
         float sum[ACCUMULATORS] = {};
 
         u32 a[SETS][4 / STEPS][4];
+        u32 codes[8 / STEPS];
         Tables tables[2];
-        accumulate<STEPS, SETS>(
+        accumulate<STEPS, SETS, EARLY>(
             pipeline, phases, place, segment.k_end - segment.k_begin,
-            [&](int stage, int step, int set) {
+            [&](int stage, int step) {
                 const u8* block = shared.weights[stage][warpgroup];
                 const u8* scales = block + 4096 + row;
                 if (step == 0) tables[0] = shared.tables[scales[0]], tables[1] = shared.tables[scales[8]];
-                convert(a[set], reinterpret_cast<const uint4*>(block) + step * 128 + thread % 128, tables, ones);
+                load_codes<STEPS>(codes, block, step);
             },
+            [&](int, int, int set) { convert(a[set], codes, tables, ones); },
             [&](int stage, int step, int set) {
-                const u64 x = x_tile + stage * TOKENS * 8 + step * 4;
+                const u64 x = x_tile + stage * TOKENS * 8 + step * (8 / STEPS);
                 mma_fence();
 #pragma unroll
                 for (int s = 0; s < 4 / STEPS; ++s) mma(sum, a[set][s], x + s * 2, true);
