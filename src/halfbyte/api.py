@@ -76,15 +76,22 @@ def recipe_of(
     return Recipe(**changes)
 
 
-def load(path: Path | str, *, dtype: torch.dtype | None = None, kernel: str | None = None) -> tuple[Any, Any]:
+def load(
+    path: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[Any, Any]:
     """``(model, tokenizer)`` of a checkpoint directory, quantized or not, ready to generate.
 
     dtype: of everything that is not quantized; the checkpoint's own unless given.
     kernel: run every quantized layer on this kernel or fail with the reason; chosen by itself unless given.
+    device: ``cpu``, ``cuda``, ``cuda:N``, or ``auto``: a GPU if there is one.
     """
     from halfbyte.engines.transformers.loading import load as load_model
 
-    return load_model(path, dtype=dtype, kernel=kernel)
+    return load_model(path, dtype=dtype, kernel=kernel, device=device)
 
 
 def evaluate(
@@ -93,20 +100,23 @@ def evaluate(
     *,
     text: Path | str | None = None,
     dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
     context: int = 1024,
     stride: int | None = None,
     windows: int | None = None,
 ) -> Evaluation:
     """Perplexity of a checkpoint, and KL divergence and top-1 agreement against a baseline on the same tokens.
 
-    text: a UTF-8 file; the package's own English prose unless given. context, stride, windows: in tokens,
-    tokens and windows.
+    text: a UTF-8 file; the package's own English prose unless given. device: as :func:`load` takes it. context,
+    stride, windows: in tokens, tokens and windows.
     """
     from halfbyte.evaluation.evaluate import evaluate as evaluate_model
     from halfbyte.evaluation.texts import read_text
 
-    loaded, tokenizer = load(model, dtype=dtype)
-    reference, reference_tokenizer = load(baseline, dtype=dtype) if baseline is not None else (None, None)
+    loaded, tokenizer = load(model, dtype=dtype, device=device)
+    reference, reference_tokenizer = (
+        load(baseline, dtype=dtype, device=device) if baseline is not None else (None, None)
+    )
     return evaluate_model(
         loaded,
         tokenizer,

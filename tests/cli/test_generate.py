@@ -25,7 +25,7 @@ def test_text_on_stdout_and_speed_on_stderr(model: Path) -> None:
     assert ran.out.endswith("\n")
     assert re.fullmatch(
         r"prompt: 11 tokens in [\d,]+ ms \([\d,.]+ tokens/s\); new: \d+ tokens, [\d,.]+ ms each \([\d,.]+ tokens/s\); "
-        r"peak memory \d+\.\d\d GB\n",
+        r"(cpu|cuda:\d), peak memory \d+\.\d\d GB(, of the GPU \d+\.\d\d GB)?\n",
         ran.err,
     ), ran.err
 
@@ -42,9 +42,27 @@ def test_json(model: Path) -> None:
         "ttft_ms",
         "tpot_ms",
         "tokens_per_s",
+        "device",
         "peak_memory_bytes",
+        "peak_gpu_memory_bytes",
     }
     assert ran.err == ""
+
+
+def test_on_the_cpu_nothing_is_on_a_gpu(model: Path) -> None:
+    ran = halfbyte("generate", model, "a", "--max-new-tokens", 1, "--json", "--device", "cpu")
+    assert ran.code == 0, ran.err
+    assert ran.json["device"] == "cpu"
+    assert ran.json["peak_gpu_memory_bytes"] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arguments", [[], ["--device", "cuda"], ["--dtype", "float32"]], ids=str)
+def test_on_a_gpu_if_there_is_one(arguments: list[str], model: Path) -> None:
+    ran = halfbyte("generate", model, "Half a byte", "--max-new-tokens", 6, "--json", *arguments)
+    assert ran.code == 0, ran.err
+    assert ran.json["device"] == "cuda:0"
+    assert ran.json["peak_gpu_memory_bytes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -53,6 +71,8 @@ def test_json(model: Path) -> None:
         (["--kernel", "marlin"], "kernel 'marlin' is not known; known kernels: "),
         (["--kernel", "cpu-int8"], "no kernel can run it; cpu-int8: inputs must be INT8"),
         (["--chat"], "the tokenizer has no chat template"),
+        (["--device", "gpu"], "device 'gpu' is not known; accepted: auto, cpu, cuda, cuda:N"),
+        (["--device", "cuda:99"], "device 'cuda:99'"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str, model: Path) -> None:

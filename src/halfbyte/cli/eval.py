@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from halfbyte.cli import console
-from halfbyte.cli.options import Dtype
+from halfbyte.cli.options import Device, Dtype
 from halfbyte.errors import HalfbyteError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def evaluate(
     dtype: Annotated[
         Dtype, typer.Option(help="What everything that is not quantized computes in.")
     ] = Dtype.FLOAT32,
+    device: Device = "auto",
     max_ppl_increase: Annotated[
         float | None, typer.Option(help="Fail if perplexity rises by more than so many percent.", min=0)
     ] = None,
@@ -80,9 +81,9 @@ def evaluate(
     logging.set_verbosity_error()
     started = time.monotonic()
     computed_in = getattr(torch, dtype.value)
-    loaded, tokenizer = api.load(model, dtype=computed_in)
+    loaded, tokenizer = api.load(model, dtype=computed_in, device=device)
     reference, reference_tokenizer = (
-        (None, None) if baseline is None else api.load(baseline, dtype=computed_in)
+        (None, None) if baseline is None else api.load(baseline, dtype=computed_in, device=device)
     )
     results: dict[str, Evaluation] = {}
     for name, content in texts.items():
@@ -107,13 +108,14 @@ def evaluate(
                 "model": str(model),
                 "baseline": None if baseline is None else str(baseline),
                 "dtype": dtype.value,
+                "device": str(loaded.device),
                 "texts": {name: result.to_dict() for name, result in results.items()},
                 "gate": {**limits, "passed": not broken, "broken": broken} if gate.is_set else None,
                 "seconds": round(time.monotonic() - started, 3),
             }
         )
     else:
-        _print(results, baseline is not None, dtype)
+        _print(results, baseline is not None, f"{dtype.value} on {loaded.device}")
         for line in broken:
             console.note(f"gate failed: {line}")
         if gate.is_set and not broken:
@@ -136,7 +138,7 @@ def _progress(stack: ExitStack, title: str) -> Callable[[int, int], None]:
     return on_window
 
 
-def _print(results: dict[str, Evaluation], compared: bool, dtype: Dtype) -> None:
+def _print(results: dict[str, Evaluation], compared: bool, computed: str) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("text", overflow="fold")
     titles = ["tokens scored", "perplexity"]
@@ -163,8 +165,7 @@ def _print(results: dict[str, Evaluation], compared: bool, dtype: Dtype) -> None
     counts = ", ".join(f"{name} {r.windows} of {r.windows_in_text}" for name, r in results.items())
     start = "start token in front" if shape.bos else "no start token"
     out.print(
-        f"windows of {shape.context} tokens, stride {shape.stride}, {start}, {dtype.value}; "
-        f"windows: {counts}",
+        f"windows of {shape.context} tokens, stride {shape.stride}, {start}, {computed}; windows: {counts}",
         markup=False,
         highlight=False,
     )

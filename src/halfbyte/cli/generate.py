@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfbyte.cli import console
-from halfbyte.cli.options import Dtype
+from halfbyte.cli.options import Device, Dtype
 from halfbyte.errors import HalfbyteError
 
 if TYPE_CHECKING:
+    import torch
+
     from halfbyte.engines.transformers.generation import Generation
 
 
@@ -32,6 +34,7 @@ def generate(
         str | None, typer.Option(help="Run all quantized layers on this kernel, or say why not.")
     ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Default: the checkpoint's own.")] = None,
+    device: Device = "auto",
     threads: Annotated[
         int | None, typer.Option(help="CPU threads. Default: all cores.", min=1, max=1024)
     ] = None,
@@ -51,7 +54,8 @@ def generate(
     logging.set_verbosity_error()
     if threads is not None:
         torch.set_num_threads(threads)
-    loaded, tokenizer = load(model, dtype=getattr(torch, dtype.value) if dtype else None, kernel=kernel)
+    computed_in = getattr(torch, dtype.value) if dtype else None
+    loaded, tokenizer = load(model, dtype=computed_in, kernel=kernel, device=device)
     result = generate_text(
         loaded,
         tokenizer,
@@ -71,12 +75,14 @@ def generate(
                 "ttft_ms": round(result.ttft_ms, 3),
                 "tpot_ms": None if result.tpot_ms is None else round(result.tpot_ms, 3),
                 "tokens_per_s": None if result.tokens_per_s is None else round(result.tokens_per_s, 3),
+                "device": str(loaded.device),
                 "peak_memory_bytes": _peak_memory(),
+                "peak_gpu_memory_bytes": _peak_gpu_memory(loaded.device),
             }
         )
         return
     _write("\n")
-    console.note(_speed(result))
+    console.note(_speed(result, loaded.device))
 
 
 def _write(text: str) -> None:
@@ -89,14 +95,16 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _speed(result: Generation) -> str:
+def _speed(result: Generation, device: torch.device) -> str:
     words = (
         f"prompt: {result.prompt_tokens} tokens in {result.ttft_ms:,.0f} ms "
         f"({result.prompt_tokens_per_s:,.1f} tokens/s); new: {result.new_tokens} tokens"
     )
     if result.tpot_ms is not None and result.tokens_per_s is not None:
         words += f", {result.tpot_ms:,.1f} ms each ({result.tokens_per_s:,.1f} tokens/s)"
-    return f"{words}; peak memory {_peak_memory() / 1e9:.2f} GB"
+    on_gpu = _peak_gpu_memory(device)
+    gpu = "" if on_gpu is None else f", of the GPU {on_gpu / 1e9:.2f} GB"
+    return f"{words}; {device}, peak memory {_peak_memory() / 1e9:.2f} GB{gpu}"
 
 
 def _peak_memory() -> int:
@@ -106,3 +114,10 @@ def _peak_memory() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts in KiB, macOS in bytes.
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _peak_gpu_memory(device: torch.device) -> int | None:
+    """Most memory of the GPU that tensors have taken at once, in bytes; none on the CPU."""
+    import torch
+
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

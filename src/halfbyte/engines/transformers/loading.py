@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.engines.transformers.fusion import fuse_on_gpu
+from halfbyte.engines.transformers.placement import device_named, placed_on
 from halfbyte.engines.transformers.registration import registered
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.registry import forced_kernel
@@ -17,20 +18,30 @@ from halfbyte.layers.linear import QuantLinear
 
 
 def load(
-    path: Path | str, *, dtype: torch.dtype | None = None, kernel: str | None = None
+    path: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+    device: torch.device | str = "cpu",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model (on the CPU, in evaluation mode) and tokenizer of the checkpoint directory ``path``.
+    """Model (in evaluation mode) and tokenizer of the checkpoint directory ``path``.
 
     Its decoder layers are fused when it is first called on a CUDA device.
+    device: of the model, as :func:`device_named` takes it; quantized layers are packed there.
     dtype: of everything that is not quantized, and so of the activations; the checkpoint's own unless given.
     kernel: the one that every quantized layer must run on; chosen layer by layer unless given.
     Errors: no readable checkpoint; one that is no causal language model, has no tokenizer, or does not fill
-    the model; a kernel that is unknown, cannot run a layer, or has none to run.
+    the model; a kernel that is unknown, cannot run a layer, or has none to run; a device that is not there or
+    has no room for the model.
     """
+    place = device_named(device)
     checkpoint = Checkpoint.open(path)
     tokenizer = _tokenizer(checkpoint.path)
-    with forced_kernel(kernel), registered():
-        model = _model(checkpoint.path, dtype)
+    with forced_kernel(kernel), registered(), placed_on(place):
+        try:
+            model = _model(checkpoint.path, dtype).to(place)
+        except torch.OutOfMemoryError as error:
+            raise HalfbyteError(f"{checkpoint.path} does not fit on {place}: {error}") from None
     if kernel is not None and not any(isinstance(module, QuantLinear) for module in model.modules()):
         raise HalfbyteError(f"{checkpoint.path}: kernel {kernel!r} has nothing to run, no layer is quantized")
     fuse_on_gpu(model)
@@ -42,7 +53,7 @@ def _model(path: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
         )
-    except HalfbyteError:
+    except (HalfbyteError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # model code trips over a wrong config in any way
         raise HalfbyteError(

@@ -14,6 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 from halfbyte.checkpoint.quantization_config import parse_config
 from halfbyte.engines.transformers.config import StoredCompressedTensorsConfig, StoredConfig
 from halfbyte.engines.transformers.conversions import spare
+from halfbyte.engines.transformers.placement import target_device
 from halfbyte.engines.transformers.replace import repack_modules, replace_modules
 from halfbyte.engines.transformers.stored_modules import UnsupportedError, find_stored_modules, read_headers
 from halfbyte.errors import HalfbyteError
@@ -80,6 +81,8 @@ class HalfbyteQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         _settle_dtypes(model, self._dtypes)
+        if (device := target_device()) is not None:
+            model.to(device)
         counts = ", ".join(f"{count} on {kernel}" for kernel, count in repack_modules(model).items())
         logger.info("%s: quantized layers run %s", model.config.name_or_path, counts)
         return model

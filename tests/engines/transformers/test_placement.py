@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfbyte.api import evaluate, load, quantize
+from halfbyte.engines.transformers.placement import device_named, placed_on, target_device
+from halfbyte.errors import HalfbyteError
+from halfbyte.kernels.registry import KERNELS
+from halfbyte.layers.linear import QuantLinear
+from tests.tiny import tiny_model
+
+HAS_GPU = torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("name", ["cpu", torch.device("cpu"), "cpu:0"], ids=repr)
+def test_the_cpu(name: torch.device | str) -> None:
+    assert device_named(name) == torch.device("cpu")
+
+
+def test_a_gpu_only_if_there_is_one() -> None:
+    assert device_named("auto").type == ("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "gpu", "mps", "meta", "cuda:", "cuda:-1", "cuda:x", torch.device("meta")], ids=repr
+)
+def test_devices_that_are_none(name: torch.device | str) -> None:
+    with pytest.raises(HalfbyteError, match=r"^device '.*' is not known; accepted: auto, cpu, cuda, cuda:N$"):
+        device_named(name)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:7", torch.device("cuda")], ids=repr)
+def test_no_gpu(name: torch.device | str) -> None:
+    with pytest.raises(
+        HalfbyteError, match=r"^device 'cuda.*': torch .* finds no CUDA GPU; accepted: cpu, auto$"
+    ):
+        device_named(name)
+
+
+def test_a_device_is_asked_for_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(HalfbyteError, match=r"^device 'tpu' is not known"):
+        load(tmp_path / "none", device="tpu")
+
+
+def test_a_target_only_within_its_context() -> None:
+    assert target_device() is None
+    with placed_on(torch.device("cpu")):
+        assert target_device() == torch.device("cpu")
+    assert target_device() is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_by_its_number() -> None:
+    last = torch.cuda.device_count() - 1
+    assert device_named(f"cuda:{last}") == torch.device("cuda", last)
+    assert device_named("cuda") == device_named("auto") == torch.device("cuda", torch.cuda.current_device())
+    with pytest.raises(HalfbyteError, match=rf"^device 'cuda:{last + 1}' is not there; accepted: cuda:0"):
+        device_named(f"cuda:{last + 1}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["w4a8", "w4a16", "fp8"])
+def test_weights_are_packed_on_the_gpu_and_nowhere_else(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize(tiny_model("llama", tmp_path), tmp_path / "quantized", scheme)
+    seen = set()
+    for kernel in KERNELS:
+
+        def prepare(q, problem, input_scale=None, old=kernel.prepare):  # type: ignore[no-untyped-def]
+            seen.add((problem.device.type, q.codes.device.type))
+            return old(q, problem, input_scale)
+
+        monkeypatch.setattr(kernel, "prepare", prepare)
+    model, _ = load(tmp_path / "quantized", device="cuda")
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    assert layers
+    assert seen == {("cuda", "cuda")}
+    assert {tensor.device.type for layer in layers for tensor in layer.packed_tensors()} == {"cuda"}
+    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"cuda"}
+
+    moved = load(tmp_path / "quantized")[0].to("cuda")
+    tokens = torch.arange(3, 20, device="cuda")[None]
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, moved(tokens).logits)
+
+
+@pytest.mark.gpu
+def test_scores_of_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+    quantize(tiny_model("llama", tmp_path), tmp_path / "w4a8", "w4a8")
+    text = tmp_path / "text"
+    text.write_text("A byte has two halves, and four bits are enough. " * 20)
+    on = {
+        device: evaluate(
+            tmp_path / "w4a8", text=text, dtype=torch.float32, device=device, context=64, windows=2
+        )
+        for device in ("cpu", "cuda")
+    }
+    assert on["cuda"].perplexity == pytest.approx(on["cpu"].perplexity, rel=1e-3)
