@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -112,12 +113,16 @@ def test_tiles_are_not_much_larger_than_what_there_is(name: str, fmt: BlockForma
             assert config.tokens < 2 * max(tokens, 8), (tokens, features)
 
 
-@pytest.mark.parametrize("tokens", [65, 129, 256, 300, 512])
+@pytest.mark.parametrize("tokens", [1, 64, 65, 129, 256, 300, 512])
 @pytest.mark.parametrize("features", [16, 11008, 25600, 28672, 40960, 53248, 57344, 151936])
-def test_a_rest_is_one_round_of_smaller_tiles(features: int, tokens: int) -> None:
-    fmt = w4a8_codes.block_format(128, True, False)
-    config = w4a8_config.FP16.choose(tokens, features, 8192, fmt)
-    rest = config.rest or w4a8_config.W4A8Config(64, 64, fp16_sums=True)
+@pytest.mark.parametrize("name", ["w4a8 with sums in fp16", "w4a16 rounded", "w4a8 with fp8 scales"])
+def test_a_rest_is_one_round_of_smaller_tiles(name: str, features: int, tokens: int) -> None:
+    fmt = w4a8_codes.block_format(128, True, False) if name == "w4a8 with sums in fp16" else FMT
+    config: TileConfig = TABLES[name].choose(tokens, features, 8192, fmt)
+    if config.split > 1:
+        assert config.rest is None
+        return
+    rest = config.rest or replace(config, rows=64, blocks_per_sm=1, share=1)
     first = config.first_features(tokens, features, rest)
     token_tiles = -(-tokens // config.tokens)
 

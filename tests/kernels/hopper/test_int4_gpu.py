@@ -17,7 +17,7 @@ from halfbyte.kernels.hopper.w4a8 import run_w4a8
 from halfbyte.kernels.hopper.w4a8_config import FP16, W4A8Config
 from halfbyte.kernels.hopper.w4a8_fp8_scales import run_w4a8_fp8_scales, w4a8_fp8_scales_linear
 from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import FORMAT, pack_codes, rounded_weight
-from halfbyte.kernels.hopper.w4a8_fp8_scales_config import W4A8Fp8ScalesConfig
+from halfbyte.kernels.hopper.w4a8_fp8_scales_config import TABLE
 from halfbyte.kernels.hopper.w4a16 import run_w4a16
 from halfbyte.kernels.hopper.w4a16_config import W4A16Config, table_for
 from halfbyte.kernels.hopper.workspace import Spaces, reserve, space
@@ -34,7 +34,7 @@ GPU = torch.device("cuda", 0)
 W4A8, W4A16, FP32_SUMS = HopperW4A8(), HopperW4A16(), HopperW4A8Fp32Sums()
 BOTH = pytest.mark.parametrize("kernel", [W4A8, FP32_SUMS, W4A16], ids=lambda kernel: kernel.name)
 Kernel = HopperW4A8 | HopperW4A16 | HopperW4A8Fp8Scales
-# With fp8 scales: rounds of blocks and a rest of them for every row of the table.
+# With fp8 scales: K in whole rounds of blocks, or with blocks left over, or less than a round.
 FP8_SCALES_SHAPES = (
     (256, 512),
     (4096, 4096),
@@ -345,11 +345,10 @@ def test_other_kernels_take_a_rest_too() -> None:
 
     kernel, of = HopperW4A8Fp8Scales(), scheme(W4A8)
     weight = layer(kernel, n, k, of)
-    rest = W4A8Fp8ScalesConfig(256, 128, stages=4, rest=W4A8Fp8ScalesConfig(128, 128))
-    whole = fitted(replace(rest, rest=None), FORMAT)
-    cut = fitted(rest, FORMAT)
-    assert whole
-    assert cut
+    cut = TABLE.choose(tokens, n, k, FORMAT)
+    assert cut.rest
+    assert cut.first_features(tokens, n, cut.rest) < n
+    whole = replace(cut, rest=None)
     inputs, tensors = kernel.quantize(x, weight), weight.tensors
     outs = [torch.full_like(out, float("nan")) for _ in range(2)]
     for config, to in zip((whole, cut), outs, strict=True):

@@ -1,5 +1,6 @@
 """The FP8-scale kernel against the one whose numbers it reproduces, bit for bit.
 
+Both get scales that ``split_scales`` has split, and codes without -8, which vLLM's conversion of weights may not know.
 ``HALFBYTE_PEERS``: the folder with vLLM's extension module, as for ``halfbyte bench kernels --peers``; without it, an
 installed vLLM's.
 """
@@ -17,10 +18,11 @@ from halfbyte.bench.kernels.contender import Contender, MissingError
 from halfbyte.bench.kernels.operands import Operands
 from halfbyte.bench.kernels.ours import scheme_of
 from halfbyte.bench.kernels.peers import Peers
+from halfbyte.kernels.hopper.config import fitted
+from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import FORMAT
+from halfbyte.kernels.hopper.w4a8_fp8_scales_config import TABLE
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.problem import LinearProblem
-
-pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +32,37 @@ def cutlass() -> Contender:
     try:
         peers.load_vllm()
     except MissingError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"{error}; HALFBYTE_PEERS names a folder with its extension module")
     return next(one for one in vllm.contenders(peers, 128) if one.name == "vllm-cutlass-w4a8")
 
 
-# K is not divided for more than 256 tokens, nor for more than 16,896 features.
-@pytest.mark.parametrize(
-    ("shape", "rows"),
-    [
-        ((20480, 4096), (1, 16, 64, 100, 128, 256)),
-        ((35840, 1024), (1, 64, 128, 256)),
-        ((4096, 4096), (300, 512, 2048)),
-    ],
-    ids=str,
-)
+# K is not divided for more than 256 tokens, nor for more features than fill the GPU. Each row of the table that does
+# not divide it has a case here.
+CASES = [
+    ((4096, 4096), (257, 300, 512, 2048)),
+    ((6144, 1152), (129, 256, 400, 512)),
+    ((8192, 2176), (200, 256)),
+    ((12288, 1152), (33, 64, 128, 256)),
+    ((20480, 4096), (1, 16, 32, 64, 100, 128, 256)),
+    ((28672, 1152), (64, 128, 256, 512)),
+    ((57344, 1152), (1, 8, 16, 32, 64, 128, 256, 512)),
+]
+
+
+def test_all_rows_of_the_table_are_compared() -> None:
+    compared = [TABLE.choose(count, *shape, FORMAT) for shape, rows in CASES for count in rows]
+    whole = [config for config in TABLE.configurations() if config.split == 1]
+    rests = [config.rest for config in compared if config.rest]
+    assert [
+        config
+        for config in whole
+        if fitted(config, FORMAT) not in (*compared, *(fitted(rest, FORMAT) for rest in rests))
+    ] == []
+    assert all(config.split == 1 for config in compared)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "rows"), CASES, ids=str)
 def test_every_bit_is_that_of_vllms_kernel(
     cutlass: Contender, shape: tuple[int, int], rows: tuple[int, ...]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, product
 from typing import Any, Protocol
@@ -33,11 +33,12 @@ _MANY = (
     (128, 128, 2),
     (128, 192, 1),
     (128, 256, 1),
+    (256, 64, 1),
     (256, 128, 1),
     (256, 128, 2),
     (256, 128, 4),
 )
-_RESTS = [w4a8_config.W4A8Config(128, rows, fp16_sums=True) for rows in (128, 192)]
+_REST_TOKENS, _REST_ROWS = 128, (128, 192)
 _STAGES = ((4, 2), (4, 1), (8, 1))  # and blocks of K in each
 _GROUP = 128
 
@@ -84,7 +85,6 @@ def subjects() -> dict[str, Subject]:
                 w4a8_config.W4A8Config,
                 partial(w4a8_config.W4A8Config, halves=True),
                 partial(w4a8_config.W4A8Config, fp16_sums=True),
-                *(partial(w4a8_config.W4A8Config, fp16_sums=True, rest=rest) for rest in _RESTS),
             ),
             w4a8_config.FP16,
             _bind_w4a8,
@@ -119,18 +119,30 @@ def candidates(
         blocks = one.schedule(tokens, features, ceil_div(inputs, INPUTS), fmt).blocks
         enough = blocks * 2 > MULTIPROCESSORS
         queued = one.split > 1 and blocks > MULTIPROCESSORS * one.blocks_per_sm * 1.1
-        if enough and not queued and _cuts_its_rest(one, tokens, features):
-            found.append(one)
+        if enough and not queued:
+            found += [one, *_with_rests(one, tokens, features, fmt)]
     fitting = (fitted(config, fmt) for config in found)
     return list(dict.fromkeys(config for config in fitting if config is not None))
 
 
-def _cuts_its_rest(config: TileConfig, tokens: int, features: int) -> bool:
-    """Or it is the same as without; into smaller tiles, or nothing is won."""
-    if config.rest is None:
-        return True
-    smaller = config.rest.tokens * config.rest.rows < config.tokens * config.rows
-    return smaller and config.first_features(tokens, features, config.rest) < features
+def _with_rests(config: TileConfig, tokens: int, features: int, fmt: BlockFormat) -> Iterator[TileConfig]:
+    """The same with a second launch in smaller tiles, where there are features for one."""
+    if config.split > 1 or config.stream:
+        return
+    for rows in _REST_ROWS:
+        rest = replace(
+            config,
+            tokens=min(config.tokens, _REST_TOKENS),
+            rows=rows,
+            share=1,
+            stages=8,
+            blocks_per_sm=1,
+            parts=1,
+            stage_blocks=1,
+        )
+        smaller = rest.tokens * rest.rows < config.tokens * config.rows
+        if smaller and fitted(rest, fmt) and config.first_features(tokens, features, rest) < features:
+            yield replace(config, rest=rest)
 
 
 def _tiles(config: Callable[..., TileConfig], tokens: int) -> Iterator[TileConfig]:

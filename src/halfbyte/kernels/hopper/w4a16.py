@@ -33,8 +33,8 @@ def w4a16_linear(
     scale per channel is repeated), scales in ``scale_dtype`` and zero points or none. bias: in the dtype of ``x``.
 
     Group scales are exact, applied to fp32 sums. But where scales and ``x`` are bfloat16, each weight is rounded to
-    bfloat16 once for many tokens: as ``w4a16_config.ROUNDED`` says, from 65 tokens where features are more than 16,896,
-    else from some hundred on.
+    bfloat16 once for many tokens: as ``w4a16_config.ROUNDED`` says, for 65 to 128 tokens where features are more than
+    16,896, for 129 to 256 more than 25,344, for 257 to 1,024 more than 6,144, and for any more tokens.
     """
     out = x.new_empty((x.shape[0], out_features))
     if x.shape[0]:

@@ -25,8 +25,9 @@ def w4a8_fp8_scales_linear(
     float16.
 
     x: E4M3 codes ``[M, K]``, contiguous. x_scale: fp32 ``[M, 1]``. weight: blocks of ``w4a8_fp8_scales_codes``, groups
-    of 128. channel_scale: fp32 ``[N]``. bias: in ``out_dtype``. Where K is not split (more than 256 tokens, or
-    more than 16,896 features), every bit is that of vLLM's kernel; else sums are added up in another order.
+    of 128. channel_scale: fp32 ``[N]``. bias: in ``out_dtype``. Where K is not split (more than 256 tokens; more than
+    4,224 features for 129 to 256, 8,448 for 33 to 128, 16,896 for fewer), every bit is that of vLLM's kernel; else sums
+    are added up in another order.
     """
     out = x.new_empty((x.shape[0], channel_scale.shape[0]), dtype=out_dtype)
     if x.shape[0]:

@@ -158,7 +158,7 @@ __device__ __forceinline__ void load_codes(u32 (&codes)[8 / STEPS], const u8* bl
 
 // A warpgroup's products of `blocks` blocks of K whose sums stay in the tensor cores, each in STEPS steps. SETS: how many
 // steps' codes have registers of their own: the next step's are converted while this one's and the one before are
-// multiplied. EARLY: what is converted for the step after that is on its way from shared memory meanwhile.
+// multiplied. EARLY: meanwhile the codes of the step after the next one are on their way from shared memory.
 // load(stage, step): fetches codes. take(stage, step, set): converts them. multiply(stage, step, set): begins products and
 // commits them.
 template <int STEPS, int SETS, bool EARLY, class Load, class Take, class Multiply>
@@ -166,7 +166,10 @@ __device__ __forceinline__ void accumulate(
     Pipeline& pipeline, Phases& phases, const Place& place, int blocks, Load load, Take take, Multiply multiply) {
     constexpr int BLOCKS = 8 / STAGES * STAGES, ROUND = BLOCKS * STEPS;  // unrolled, so that stages and sets are constants
     static_assert(ROUND > 0 && ROUND % SETS == 0 && SETS >= 2);
-    static_assert(!EARLY || STAGES > 2, "the block before the one that is multiplied may not have been left");
+    // Where step r has begun, step r + 1, or early r + 2, is waited for, and a stage may still be held by step r, or with
+    // more than two sets by step r - 1.
+    constexpr int HELD = (SETS > 2 ? 1 : 0) + (EARLY ? 2 : 1);
+    static_assert((HELD + STEPS - 1) / STEPS < STAGES, "a stage is waited for that has not been left");
     auto stage_of = [](int r) { return r / STEPS % STAGES; };
     auto load_step = [&](int r) {
         if (r % STEPS == 0) barrier_wait(shared_address(&pipeline.full[stage_of(r)]), phases.next(stage_of(r)));
@@ -184,8 +187,8 @@ __device__ __forceinline__ void accumulate(
     int left = blocks;
     if (EARLY && left > 0) load_step(0);
     if (left > 0) fetch(0, STEPS > 1 || left > 1);
-    for (; left >= BLOCKS; left -= BLOCKS) {  // no branches inside: products in flight do not outlive a round
-        auto is_any = [&](int r) { return r < ROUND || r / STEPS < left; };
+    for (; left >= BLOCKS; left -= BLOCKS) {  // products in flight do not outlive a round
+        auto is_any = [&](int r) { return r < ROUND || r / STEPS < left; };  // no branch but for what follows the round
 #pragma unroll
         for (int r = 0; r < ROUND; ++r) {
             auto end_before = [&] {

@@ -29,14 +29,14 @@ static_assert(GROUPS == 1 && PARTS == 1);
 constexpr int PRODUCER_REGISTERS = 32;
 using Budget = Registers<PRODUCER_REGISTERS>;
 
-// Two sets of registers for codes, each for a block or, where that is too much, for half of one.
-// (72: codes of two blocks, 32, two rows' tables, 8, addresses and the like.) A warpgroup by itself, whose conversion no
-// other one's products hide, goes on in small steps.
+// Two sets of registers for codes, each for a block or, where that is too much, for half of one. (72: codes of two blocks,
+// 32, two rows' tables, 8, what is fetched early, 8, addresses and the like.) A warpgroup by itself, whose conversion no
+// other one's products hide, goes on in steps of a quarter, with four sets.
 constexpr bool ALONE = WARPGROUPS == 1 && TOKENS > 128;
 constexpr int SETS = ALONE ? 4 : 2;
 constexpr int STEPS = ALONE ? 4 : ACCUMULATORS + 72 > Budget::CONSUMER ? 2 : 1;
-// A scale and then its tables are two waits for shared memory. With fewer tokens those for the weights are longer, with
-// more the products are.
+// A scale and then its tables are two waits for shared memory, one after the other. Measured (docs/kernel-log.md): it does
+// not pay with fewer tokens, nor with K divided, where blocks are few, nor for two warpgroups of 256 tokens.
 constexpr bool EARLY = (TOKENS == 128 || ALONE) && SPLIT == 1 && STAGES > 2;
 
 // Sizes of four multiples of `scale`, rounded to E4M3.
