@@ -15,7 +15,7 @@ class W4A8Fp8ScalesConfig(TileConfig):
     """See :class:`TileConfig`."""
 
     def takes(self, fmt: BlockFormat) -> bool:
-        # Blocks that are unrolled together go through all stages, and where a block is a step through both sets of codes.
+        # Blocks that are unrolled together go through all stages, and through both sets where a block is one step.
         unrolled = QUANTUM // self.stages * self.stages
         rounds = unrolled > 0 and unrolled % 2 == 0
         return rounds and self.stage_blocks == self.parts == 1 and (self.tokens <= 128 or self.split == 1)
