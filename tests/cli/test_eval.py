@@ -27,7 +27,9 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_json_holds_what_the_evaluator_finds(models: tuple[Path, Path], text: Path) -> None:
-    ran = halfbyte("eval", models[0], "--baseline", models[1], "--text", text, *SHORT, "--json")
+    ran = halfbyte(
+        "eval", models[0], "--baseline", models[1], "--text", text, *SHORT, "--device", "cpu", "--json"
+    )
     assert ran.code == 0, ran.err
     first, second = (AutoModelForCausalLM.from_pretrained(path).eval() for path in models)
     found = evaluate(
@@ -37,7 +39,7 @@ def test_json_holds_what_the_evaluator_finds(models: tuple[Path, Path], text: Pa
     assert printed["baseline"] == pytest.approx(found.pop("baseline"), rel=1e-4)
     assert printed["perplexity"] == pytest.approx(found["perplexity"], rel=1e-4)
     assert printed["tokens_scored"] == 126
-    assert ran.json["dtype"] == "float32"
+    assert (ran.json["dtype"], ran.json["device"]) == ("float32", "cpu")
     assert ran.json["gate"] is None
 
 
@@ -46,7 +48,7 @@ def test_default_texts_and_table(models: tuple[Path, Path]) -> None:
     assert ran.code == 0, ran.err
     assert "prose" in ran.out
     assert "code" in ran.out
-    assert "windows of 64 tokens, stride 64, no start token, float32" in ran.out
+    assert "windows of 64 tokens, stride 64, no start token, float32 on c" in ran.out
     assert "KL" not in ran.out  # nothing to compare with
 
 

@@ -69,7 +69,7 @@ def test_on_a_gpu_if_there_is_one(arguments: list[str], model: Path) -> None:
     ("arguments", "message"),
     [
         (["--kernel", "marlin"], "kernel 'marlin' is not known; known kernels: "),
-        (["--kernel", "cpu-int8"], "no kernel can run it; cpu-int8: inputs must be INT8"),
+        (["--kernel", "cpu-int8", "--device", "cpu"], "no kernel can run it; cpu-int8: inputs must be INT8"),
         (["--chat"], "the tokenizer has no chat template"),
         (["--device", "gpu"], "device 'gpu' is not known; accepted: auto, cpu, cuda, cuda:N"),
         (["--device", "cuda:99"], "device 'cuda:99'"),
