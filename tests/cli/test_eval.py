@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from halfbyte.api import quantize
 from halfbyte.evaluation.evaluate import evaluate
 from tests.cli.run import halfbyte
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -78,6 +79,22 @@ def test_texts_that_cannot_be_used(
     ran = halfbyte("eval", models[0], "--text", tmp_path / "bad.txt", *SHORT)
     assert ran.code == 2
     assert complaint in ran.complaint
+
+
+def test_a_kernel_by_name_runs_the_model_and_not_the_baseline(
+    models: tuple[Path, Path], text: Path, tmp_path: Path
+) -> None:
+    quantize(models[0], tmp_path / "w4a8", "w4a8")
+    command = ("eval", tmp_path / "w4a8", "--text", text, *SHORT, "--device", "cpu", "--json")
+    chosen, named = (halfbyte(*command, *options) for options in ((), ("--kernel", "reference")))
+    assert (chosen.code, named.code) == (0, 0), (chosen.err, named.err)
+    scores = [ran.json["texts"][str(text)]["perplexity"] for ran in (chosen, named)]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-3)
+    against = halfbyte(*command, "--kernel", "reference", "--baseline", models[0])
+    assert against.code == 0, against.err
+    unable = halfbyte(*command, "--kernel", "hopper-w4a8")
+    assert unable.code == 2
+    assert "no kernel can run it; hopper-w4a8: " in unable.complaint
 
 
 def test_help_has_an_example() -> None:

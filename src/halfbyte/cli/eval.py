@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from halfbyte.cli import console
-from halfbyte.cli.options import Device, Dtype
+from halfbyte.cli.options import Device, Dtype, Kernel
 from halfbyte.errors import HalfbyteError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def evaluate(
         Dtype, typer.Option(help="What everything that is not quantized computes in.")
     ] = Dtype.FLOAT32,
     device: Device = "auto",
+    kernel: Kernel = None,
     max_ppl_increase: Annotated[
         float | None, typer.Option(help="Fail if perplexity rises by more than so many percent.", min=0)
     ] = None,
@@ -81,7 +82,7 @@ def evaluate(
     logging.set_verbosity_error()
     started = time.monotonic()
     computed_in = getattr(torch, dtype.value)
-    loaded, tokenizer = api.load(model, dtype=computed_in, device=device)
+    loaded, tokenizer = api.load(model, dtype=computed_in, kernel=kernel, device=device)
     reference, reference_tokenizer = (
         (None, None) if baseline is None else api.load(baseline, dtype=computed_in, device=device)
     )

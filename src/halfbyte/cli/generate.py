@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfbyte.cli import console
-from halfbyte.cli.options import Device, Dtype
+from halfbyte.cli.options import Device, Dtype, Kernel
 from halfbyte.errors import HalfbyteError
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ def generate(
         bool | None,
         typer.Option("--chat/--raw", help="With or without the chat template. Default: if there is one."),
     ] = None,
-    kernel: Annotated[
-        str | None, typer.Option(help="Run all quantized layers on this kernel, or say why not.")
-    ] = None,
+    kernel: Kernel = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Default: the checkpoint's own.")] = None,
     device: Device = "auto",
     threads: Annotated[

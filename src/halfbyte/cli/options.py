@@ -16,4 +16,5 @@ class Dtype(str, Enum):
     FLOAT16 = "float16"
 
 
+Kernel = Annotated[str | None, typer.Option(help="Run all quantized layers on this kernel, or say why not.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: a GPU if there is one.")]
