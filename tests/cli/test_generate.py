@@ -25,7 +25,7 @@ def test_text_on_stdout_and_speed_on_stderr(model: Path) -> None:
     assert ran.out.endswith("\n")
     assert re.fullmatch(
         r"prompt: 11 tokens in [\d,]+ ms \([\d,.]+ tokens/s\); new: \d+ tokens, [\d,.]+ ms each \([\d,.]+ tokens/s\); "
-        r"(cpu|cuda:\d), peak memory \d+\.\d\d GB(, of the GPU \d+\.\d\d GB)?\n",
+        r"(cpu, peak memory \d+\.\d\d GB|cuda:\d, peak memory \d+\.\d\d GB, of the GPU \d+\.\d\d GB)\n",
         ran.err,
     ), ran.err
 
