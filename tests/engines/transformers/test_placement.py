@@ -89,15 +89,18 @@ def test_weights_are_packed_on_the_gpu_and_nowhere_else(
         assert torch.equal(model(tokens).logits, moved(tokens).logits)
 
 
+# An input that lies between two FP8 numbers takes another one when the sum it comes from is rounded otherwise, and a
+# model of random weights makes much of it: BF16 instead of float32 changes the CPU's own W4A8 score by 0.3 %.
 @pytest.mark.gpu
-def test_scores_of_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
-    quantize(tiny_model("llama", tmp_path), tmp_path / "w4a8", "w4a8")
+@pytest.mark.parametrize(("scheme", "tolerance"), [("w4a16", 1e-5), ("w4a8", 2e-2)])
+def test_scores_of_a_gpu_are_those_of_the_cpu(scheme: str, tolerance: float, tmp_path: Path) -> None:
+    quantize(tiny_model("llama", tmp_path), tmp_path / scheme, scheme)
     text = tmp_path / "text"
     text.write_text("A byte has two halves, and four bits are enough. " * 20)
     on = {
         device: evaluate(
-            tmp_path / "w4a8", text=text, dtype=torch.float32, device=device, context=64, windows=2
+            tmp_path / scheme, text=text, dtype=torch.float32, device=device, context=64, windows=2
         )
         for device in ("cpu", "cuda")
     }
-    assert on["cuda"].perplexity == pytest.approx(on["cpu"].perplexity, rel=1e-3)
+    assert on["cuda"].perplexity == pytest.approx(on["cpu"].perplexity, rel=tolerance)

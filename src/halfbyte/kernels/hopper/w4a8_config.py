@@ -187,7 +187,7 @@ FP16 = Table(
         (512, 2048, ANY, _fp16(128, 128, split=2)),
         (512, WAVE // 2, ANY, _fp16(128, 128)),
         (512, WAVE * 3 // 4, ANY, _fp16(128, 192)),
-        (512, ANY, ANY, _fp16(256, 128, share=2, stages=4, parts=2, rest=_fp16(128, 128))),
+        (512, ANY, ANY, _fp16(256, 128, stages=4, parts=2, rest=_fp16(128, 128))),
         (ANY, ANY, ANY, _fp16(256, 128, share=2, stages=4, parts=2)),
         *FP32.rows,
     )
