@@ -37,15 +37,15 @@ def cutlass() -> Contender:
 
 
 # K is not divided for more than 256 tokens, nor for more features than fill the GPU. Each row of the table that does
-# not divide it has a case here. (At 57344 x 1152 and 57344 x 2176 vLLM's reordering of weights leaves their memory.)
+# not divide it has a case here. (Where K is no multiple of 512, vLLM's reordering of weights may leave their memory.)
 CASES = [
     ((4096, 4096), (257, 300, 512, 2048)),
-    ((6144, 1152), (129, 256, 400, 512)),
-    ((8192, 2176), (200, 256, 512)),
-    ((12288, 1152), (33, 64, 128, 256)),
+    ((6144, 2560), (129, 256, 400, 512)),
+    ((8192, 2560), (200, 256, 512)),
+    ((12288, 2560), (33, 64, 128, 256)),
     ((20480, 4096), (1, 16, 32, 64, 100, 128, 256)),
-    ((28672, 1152), (64, 128, 256, 512)),
-    ((57344, 1024), (1, 8, 16, 32, 64, 128, 256, 512)),
+    ((28672, 2560), (64, 128, 256, 512)),
+    ((57344, 2560), (1, 8, 16, 32, 64, 128, 256, 512)),
 ]
 
 

@@ -127,7 +127,8 @@ def schemes() -> list[tuple[str, Scheme, int]]:
     found.append(("triton-fp8", settled("fp8_per_block"), 128))
     tensor = TensorFormat("e4m3", "tensor", scale="bf16")
     found.append(("triton-fp8", Scheme("fp8-static", tensor, STATIC_FP8), 1))
-    found.append(("triton-int8", replace(settled("w8a8-int8"), activations=STATIC_INT8), 1))
+    for activations in (STATIC_INT8, replace(STATIC_INT8, dynamic=True)):
+        found.append(("triton-int8", replace(settled("w8a8-int8"), activations=activations), 1))
     return found
 
 

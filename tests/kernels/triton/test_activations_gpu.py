@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import halfbyte.kernels.triton.activations
+import halfbyte.kernels.triton.linear_inputs
 import halfbyte.kernels.triton.norms
 import halfbyte.kernels.triton.scaled_product  # noqa: F401
 from tests.kernels.triton.rows import assert_same, hostile_rows, normal_rows
@@ -22,6 +23,9 @@ def calls(rows: int, columns: int = 4096, dtype: torch.dtype = torch.bfloat16) -
     return [
         ("quantize_fp8_per_token", (x, 64)),
         ("quantize_int8_per_token", (x,)),
+        ("quantize_per_tensor", (x, torch.float8_e4m3fn)),
+        ("quantize_per_tensor", (x, torch.int8)),
+        ("quantize_by_scale", (x, x.new_ones(1, dtype=torch.float32), torch.int8)),
         ("silu_and_mul", (x, y)),
         ("gelu_tanh_and_mul", (x, y)),
         ("silu_and_mul_quantize_fp8", (x, y, 128)),

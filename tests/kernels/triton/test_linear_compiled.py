@@ -24,6 +24,7 @@ LAUNCHED = (
     (linear_w4a8, "w4a8_kernel"),
     (linear_w8, "w8_kernel"),
     (linear_parts, "_add_parts_kernel"),
+    (linear_inputs, "largest_of_rows_kernel"),
     (linear_inputs, "quantize_by_scale_kernel"),
     (linear_inputs, "quantize_groups_kernel"),
 )
@@ -163,7 +164,9 @@ def test_quantizers_do_not_spill(launches: list[Launch]) -> None:
     linear_inputs.quantize_by_scale(x, torch.ones(1), torch.int8)
     linear_inputs.quantize_by_scale(x, torch.ones(1), FP8)
     linear_inputs.quantize_fp8_per_group(x)
-    for launch, capability in zip(launches, (80, 89, 90), strict=True):
+    linear_inputs.quantize_per_tensor(x, torch.int8)
+    linear_inputs.quantize_per_tensor(x.repeat(1, 40), FP8)
+    for launch, capability in zip(launches, (80, 89, 90, 80, 80, 90, 90), strict=True):
         assert launch.compiled(capability).spills == 0
 
 
@@ -194,6 +197,8 @@ def test_outputs_are_known_before_they_are_computed() -> None:
     assert (grouped.shape, grouped.dtype) == (x.shape, FP8)
     assert (group_scales.shape, group_scales.dtype) == ((2, 5), torch.float32)
     assert ops.quantize_by_scale(x, empty(torch.float32, 1), torch.int8).dtype == torch.int8
+    codes, scale = ops.quantize_per_tensor(x, FP8)
+    assert (codes.shape, codes.dtype, scale.shape, scale.dtype) == (x.shape, FP8, (1,), torch.float32)
 
 
 @pytest.mark.parametrize("kernel", LAYERS)

@@ -1,5 +1,5 @@
-# ruff: noqa: N803
-"""Inputs in 8 bits other than with a scale per token: by a given scale, or with one for every 128 of them.
+# ruff: noqa: N803, N806
+"""Inputs in 8 bits other than with a scale per token: with one for all, given or found, or one for every 128 of them.
 
 Codes and scales are those of :mod:`halfbyte.formats.activations`.
 """
@@ -9,28 +9,71 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.errors import HalfbyteError
-from halfbyte.formats.activations import quantize_activations
 from halfbyte.formats.spec import ActivationFormat
 from halfbyte.kernels.triton.activations import quantize_fp8_per_token, quantize_int8_per_token
-from halfbyte.kernels.triton.row_math import magnitude_bits, scale_for
-from halfbyte.kernels.triton.rows import check_rows, on_device
+from halfbyte.kernels.triton.row_math import is_finite, largest_magnitude, magnitude_bits, scale_for, widened
+from halfbyte.kernels.triton.rows import check_rows, on_device, row_options
 
 _GROUP = 128
 _GROUPS_OF_A_PROGRAM = 8
 _VALUES_OF_A_PROGRAM = 1024
+_LARGEST_TILE = 8192
+
+
+@triton.jit
+def largest_of_rows_kernel(
+    x: tl.tensor,
+    largest: tl.tensor,
+    stride: tl.tensor,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One row's largest magnitude, as bits, if it is more than ``largest`` is; not of a row that holds NaN or Inf."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x += tl.program_id(0).to(tl.int64) * stride
+    columns = tl.arange(0, TILE)
+    magnitude = largest_magnitude(widened(tl.load(x + columns, mask=columns < COLUMNS, other=0.0)))
+    for first in tl.static_range(TILE, COLUMNS, TILE):
+        values = tl.load(x + first + columns, mask=first + columns < COLUMNS, other=0.0)
+        magnitude = tl.maximum(magnitude, largest_magnitude(widened(values)))
+    if is_finite(magnitude):
+        tl.atomic_max(largest, magnitude)
 
 
 @triton.jit(do_not_specialize=["count"])
 def quantize_by_scale_kernel(
-    x: tl.tensor, scale: tl.tensor, codes: tl.tensor, count: tl.tensor, VALUES: tl.constexpr
+    x: tl.tensor,
+    largest: tl.tensor,
+    scale: tl.tensor,
+    codes: tl.tensor,
+    count: tl.tensor,
+    VALUES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """``count`` values divided by one scale, rounded to nearest, saturated: E4M3, or INT8 with NaN as 0."""
+    """``count`` values divided by one scale, rounded to nearest, saturated: E4M3, or INT8 with NaN as 0.
+
+    largest: the largest magnitude's bits, from which the scale follows, which is stored; or none, and it is given.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    IS_INT8: tl.constexpr = codes.dtype.element_ty == tl.int8
+    if largest is None:
+        divisor = tl.load(scale)
+    else:
+        divisor = scale_for(tl.load(largest), 127.0 if IS_INT8 else 448.0)
+        if tl.program_id(0) == 0:
+            tl.store(scale, divisor)
     at = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
     values = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
-    quotients = tl.math.div_rn(values, tl.load(scale))
-    if codes.dtype.element_ty == tl.int8:
+    quotients = tl.math.div_rn(values, divisor)
+    if IS_INT8:
         limited = tl.minimum(tl.maximum(tl.where(quotients == quotients, quotients, 0.0), -127.0), 127.0)
         # Added to such a number, 1.5 * 2^23 leaves the nearest integer, ties to even.
         tl.store(codes + at, ((limited + 12582912.0) - 12582912.0).to(tl.int8), mask=at < count)
@@ -66,13 +109,45 @@ def quantize_groups_kernel(
 def quantize_by_scale(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Inputs ``[M, K]`` of any float dtype, by one fp32 scale ``[1]``, as codes in ``dtype``: E4M3 or INT8."""
     check_rows("quantize_by_scale", x)
-    x = x.contiguous()
     codes = x.new_empty(x.shape, dtype=dtype)
     if x.shape[0]:
-        with on_device(x):
-            grid = (triton.cdiv(x.numel(), _VALUES_OF_A_PROGRAM),)
-            quantize_by_scale_kernel[grid](x, scale, codes, x.numel(), VALUES=_VALUES_OF_A_PROGRAM)
+        _divide(x, None, scale, codes)
     return codes
+
+
+@torch.library.custom_op("halfbyte::quantize_per_tensor", mutates_args=())
+def quantize_per_tensor(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs ``[M, K]`` of any float dtype as codes in ``dtype``, E4M3 or INT8, and one fp32 scale ``[1]``.
+
+    Rows that hold NaN or Inf do not count for the scale.
+    """
+    check_rows("quantize_per_tensor", x)
+    codes, scale = _tensor_outputs(x, dtype)
+    largest = x.new_zeros(1, dtype=torch.int32)
+    rows, columns = x.shape
+    if rows:
+        tile = min(triton.next_power_of_2(columns), _LARGEST_TILE)
+        with on_device(x):
+            largest_of_rows_kernel[(rows,)](
+                x, largest, x.stride(0), COLUMNS=columns, TILE=tile, **row_options(x, tile)
+            )
+    _divide(x, largest, scale, codes)
+    return codes, scale
+
+
+def _divide(x: torch.Tensor, largest: torch.Tensor | None, scale: torch.Tensor, codes: torch.Tensor) -> None:
+    """By :func:`quantize_by_scale_kernel`. Of no rows, the scale alone is stored."""
+    programs = max(1, triton.cdiv(x.numel(), _VALUES_OF_A_PROGRAM))
+    with on_device(x):
+        quantize_by_scale_kernel[(programs,)](
+            x.contiguous(),
+            largest,
+            scale,
+            codes,
+            x.numel(),
+            VALUES=_VALUES_OF_A_PROGRAM,
+            **row_options(x, _VALUES_OF_A_PROGRAM, programs),
+        )
 
 
 @torch.library.custom_op("halfbyte::quantize_fp8_per_group", mutates_args=())
@@ -102,6 +177,11 @@ def _(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
+@quantize_per_tensor.register_fake
+def _tensor_outputs(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(1, dtype=torch.float32)
+
+
 @quantize_fp8_per_group.register_fake
 def _group_outputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (
@@ -123,9 +203,9 @@ def quantized_inputs(
     if fmt.granularity == "group":
         return quantize_fp8_per_group(x)
     if fmt.granularity == "tensor":
-        if input_scale is None:
-            return quantize_activations(x, fmt)
         dtype = torch.int8 if fmt.element == "int8" else torch.float8_e4m3fn
+        if input_scale is None:
+            return quantize_per_tensor(x, dtype)
         return quantize_by_scale(x, input_scale, dtype), input_scale
     if fmt.element == "int8":
         return quantize_int8_per_token(x)

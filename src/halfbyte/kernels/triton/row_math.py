@@ -81,6 +81,12 @@ def largest_magnitude(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def is_finite(magnitude: tl.tensor) -> tl.tensor:
+    """Of the :func:`magnitude_bits`."""
+    return magnitude < _INFINITY_BITS
+
+
+@triton.jit
 def _add_and_compare(sum_a, largest_a, sum_b, largest_b):  # type: ignore[no-untyped-def]  # Triton's pairs
     return sum_a + sum_b, tl.maximum(largest_a, largest_b)
 
@@ -97,7 +103,7 @@ def squares_and_largest_magnitude(values: tl.tensor, others: tl.tensor):  # type
 def scale_for(magnitude: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
     """The fp32 scale of a row by its :func:`largest_magnitude`; NaN if that is not finite."""
     scale = tl.math.div_rn(magnitude.to(tl.float32, bitcast=True), LARGEST)
-    return tl.where(magnitude < _INFINITY_BITS, tl.maximum(scale, _SMALLEST_SCALE), float("nan"))
+    return tl.where(is_finite(magnitude), tl.maximum(scale, _SMALLEST_SCALE), float("nan"))
 
 
 @triton.jit

@@ -132,6 +132,13 @@ __device__ __forceinline__ float4 load_shared_by_blocks(const float4* from) {
 
 // ---- Copies by each thread ----------------------------------------------------------------------------------
 
+// A number, or zero, that is asked for before the next barrier, however late it is used.
+__device__ __forceinline__ float load_now(const float* from, bool is_there) {
+    float number = 0;
+    if (is_there) asm volatile("ld.global.f32 %0, [%1];" : "=f"(number) : "l"(from) : "memory");
+    return number;
+}
+
 // Four bytes past the registers, or zero; `copied_numbers` waits for all that this thread has asked for.
 __device__ __forceinline__ void copy_number(u32 to, const float* from, bool is_there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(is_there ? 4 : 0) : "memory");

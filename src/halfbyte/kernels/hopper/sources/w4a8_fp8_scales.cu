@@ -134,15 +134,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
         auto total_of = [&](int j) -> float& { return sum[j]; };
         if constexpr (STREAM)
             if (!finishes(p, schedule, place, segment, total_of)) continue;
+        // On their way while blocks that divide K send each other sums.
+        const int first = feature_base + warpgroup * 64 + row;
+        const float scales[2] = {
+            load_now(channel_scale + first, first < p.features),
+            load_now(channel_scale + first + 8, first + 8 < p.features)};
         await_scales(shared.token_scale[warpgroup], 1);
         struct OfFeature {
             float scale, bias;
         };
         store_tile(
             pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
-            [&](int n, int) {
-                return n < p.features ? OfFeature{channel_scale[n], bias ? bias[n].value() : 0.0f} : OfFeature{0.0f, 0.0f};
-            },
+            [&](int n, int i) { return OfFeature{scales[i], bias && n < p.features ? bias[n].value() : 0.0f}; },
             [&](float value, int m, OfFeature of) {
                 return of.scale * (shared.token_scale[warpgroup][m] * value) + of.bias;
             },
