@@ -76,6 +76,8 @@ def test_columns_say_what_tells_them_apart() -> None:
         "theirs w4a8",
         "theirs w4a8-int8",
     )
+    packed = [row("ours", 5.0, op="repack", inputs=inputs) for inputs in ("codes", "awq")]
+    assert comparisons(packed)[0].columns == ("ours", "ours from awq")
 
 
 def test_torch_alone_has_tables_of_its_own() -> None:

@@ -14,9 +14,7 @@ from halfbyte.bench.kernels.operands import Shape
 from halfbyte.bench.kernels.peers import Peers
 from halfbyte.bench.kernels.results import Results
 from halfbyte.errors import HalfbyteError
-from halfbyte.kernels.problem import Kernel
 from halfbyte.matching import matches
-from halfbyte.schemes import Scheme
 
 LINEAR_OPS = tuple(ours.SCHEMES)
 OPS = (*LINEAR_OPS, *row_ops.OPS, repack.OP)
@@ -51,10 +49,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Who takes part. repacked: halfbyte's kernels and schemes for the op ``repack``."""
+    """Who takes part. repacked: for the op ``repack``."""
 
     contenders: Sequence[Contender]
-    repacked: Sequence[tuple[Kernel, Scheme]]
+    repacked: Sequence[repack.Repacking]
 
 
 def choose(request: Request, peers: Peers, device: torch.device, results: Results) -> Chosen:
@@ -63,8 +61,10 @@ def choose(request: Request, peers: Peers, device: torch.device, results: Result
     Errors: a pattern that means no kernel; the message lists those there are.
     """
     everyone = _everyone(request, peers, device, results)
-    pairs = repack.pairs(request.shapes, request.group_size, device) if repack.OP in request.ops else []
-    names = list(dict.fromkeys([*(c.name for c in everyone), *(kernel.name for kernel, _ in pairs)]))
+    repacked = []
+    if repack.OP in request.ops:
+        repacked = repack.repackings(request.shapes, request.group_size, device)
+    names = list(dict.fromkeys([*(c.name for c in everyone), *(case.kernel.name for case in repacked)]))
     for pattern in request.kernels:
         if not any(matches(name, pattern) for name in names):
             known = ", ".join(names) or "there are none"
@@ -73,13 +73,13 @@ def choose(request: Request, peers: Peers, device: torch.device, results: Result
         wanted = {name for name in names for pattern in request.kernels if matches(name, pattern)}
         return Chosen(
             [contender for contender in everyone if contender.name in wanted],
-            [pair for pair in pairs if pair[0].name in wanted],
+            [case for case in repacked if case.kernel.name in wanted],
         )
     for contender in everyone:
         if contender.on_request:
             reason = f"takes part only if it is named: {contender.on_request}"
             results.miss(contender.name, reason, op=contender.op)
-    return Chosen([contender for contender in everyone if not contender.on_request], pairs)
+    return Chosen([contender for contender in everyone if not contender.on_request], repacked)
 
 
 def _everyone(request: Request, peers: Peers, device: torch.device, results: Results) -> list[Contender]:

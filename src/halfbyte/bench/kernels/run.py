@@ -20,8 +20,6 @@ from halfbyte.bench.kernels.request import Request, choose
 from halfbyte.bench.kernels.results import Results, figures
 from halfbyte.bench.kernels.timing import Replay
 from halfbyte.errors import HalfbyteError
-from halfbyte.kernels.problem import Kernel
-from halfbyte.schemes import Scheme
 
 Where = dict[str, Any]
 
@@ -126,8 +124,8 @@ class Comparison:
             self._advance(len(self._linear) * len(self._request.rows) + len(self._repacked))
             return
         self._measure_all(self._linear, operands, where)
-        for kernel, scheme in self._repacked:
-            self._measure_repack(operands, kernel, scheme, {**where, "M": None})
+        for case in self._repacked:
+            self._measure_repack(operands, case, {**where, "M": None})
 
     def _measure_width(self, width: int) -> None:
         where = {"N": None, "K": width}
@@ -177,13 +175,14 @@ class Comparison:
             )
 
     @torch.no_grad()
-    def _measure_repack(self, operands: Operands, kernel: Kernel, scheme: Scheme, where: Where) -> None:
+    def _measure_repack(self, operands: Operands, case: repack.Repacking, where: Where) -> None:
+        name, scheme = case.kernel.name, case.scheme
         group_size = scheme.weights.group_size
-        identity = {"op": repack.OP, "scheme": scheme.name, "group_size": group_size, "inputs": "codes"}
-        with self._noting(kernel.name, **identity, **where):
-            work, times = repack.measure(operands, kernel, scheme, self._request.passes)
-            self._add(kernel.name, {**identity, **where}, work, times, 0.0)
-        self._advance(1, f"repack for {kernel.name}")
+        identity = {"op": repack.OP, "scheme": scheme.name, "group_size": group_size, "inputs": case.inputs}
+        with self._noting(name, **identity, **where):
+            work, times = repack.measure(operands, case, self._request.passes)
+            self._add(name, {**identity, **where}, work, times, 0.0)
+        self._advance(1, f"repack for {name}")
 
     def _add(self, kernel: str, what: Where, work: Work, times: list[float], error: float) -> None:
         numbers = figures(work, times, self._ceilings)

@@ -132,6 +132,9 @@ def _table(op: str, shape: tuple[int | None, int], rows: Sequence[Row]) -> Compa
 _Key = tuple[str, str, str]
 """Kernel, scheme, inputs."""
 
+# Inputs that go without saying.
+_PLAIN = ("quantized", "codes")
+
 
 def _key(row: Row) -> _Key:
     return row["kernel"], row["scheme"], row["inputs"]
@@ -144,8 +147,8 @@ def _label(key: _Key, keys: Sequence[_Key]) -> str:
     parts = [kernel]
     if any(other[1] != scheme for other in same):
         parts.append(scheme)
-    if inputs == "bf16" and any(other[1] == scheme and other[2] != inputs for other in same):
-        parts.append("from bf16")
+    if inputs not in _PLAIN and any(other[1] == scheme and other[2] != inputs for other in same):
+        parts.append(f"from {inputs}")
     return " ".join(parts)
 
 

@@ -122,8 +122,9 @@ def quantize_per_tensor(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tens
     Rows that hold NaN or Inf do not count for the scale.
     """
     check_rows("quantize_per_tensor", x)
-    codes, scale = _tensor_outputs(x, dtype)
-    largest = x.new_zeros(1, dtype=torch.int32)
+    codes = x.new_empty(x.shape, dtype=dtype)
+    room = x.new_zeros(2, dtype=torch.float32)
+    scale, largest = room[:1], room[1:].view(torch.int32)
     rows, columns = x.shape
     if rows:
         tile = min(triton.next_power_of_2(columns), _LARGEST_TILE)
@@ -178,7 +179,7 @@ def _(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @quantize_per_tensor.register_fake
-def _tensor_outputs(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(1, dtype=torch.float32)
 
 
