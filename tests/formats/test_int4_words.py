@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfbyte.errors import HalfbyteError
 from halfbyte.formats.int4_words import WORD_ORDERS
 
 # Which word and which nibble of it holds the code of an output and an input. AutoAWQ's columns 0, 1, 2, ... of eight
@@ -34,6 +35,13 @@ def test_each_code_is_where_the_format_says(order: str) -> None:
         for column in range(24):
             *at, nibble = PLACES[order](row, column)
             assert (int(words[tuple(at)]) >> 4 * nibble & 0xF) - 8 == codes[row, column]
+
+
+@pytest.mark.parametrize("order", WORD_ORDERS)
+def test_another_number_of_inputs_is_refused(order: str) -> None:
+    pack, unpack = WORD_ORDERS[order]
+    with pytest.raises(HalfbyteError, match="24"):
+        unpack(pack(codes_of(8, 16, 0)), 24)
 
 
 @pytest.mark.parametrize("order", WORD_ORDERS)

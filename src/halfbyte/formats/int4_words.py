@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import torch
 
+from halfbyte.errors import HalfbyteError
 from halfbyte.formats.packing import pack_int32, unpack_int32
 from halfbyte.formats.packing_awq import pack_awq, unpack_awq
 from halfbyte.formats.packing_gptq import pack_gptq, unpack_gptq
 
 
 class WordOrder(NamedTuple):
-    """pack: codes to words. unpack: words and the number of inputs to codes, the inverse."""
+    """pack: codes to words. unpack: words and the number of inputs to codes, the inverse; that many there must be."""
 
     pack: Callable[[torch.Tensor], torch.Tensor]
     unpack: Callable[[torch.Tensor, int], torch.Tensor]
@@ -31,7 +32,10 @@ def _pack_transposed(codes: torch.Tensor, pack: Callable[[torch.Tensor], torch.T
 def _unpack_transposed(
     words: torch.Tensor, inputs: int, unpack: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    return unpack(words)[:inputs].T.contiguous().view(torch.int8) - 8
+    codes = unpack(words)
+    if codes.shape[0] != inputs:
+        raise HalfbyteError(f"the words hold codes of {codes.shape[0]} inputs, not of {inputs}")
+    return codes.T.contiguous().view(torch.int8) - 8
 
 
 WORD_ORDERS: Mapping[str, WordOrder] = {

@@ -90,17 +90,35 @@ def test_weights_are_packed_on_the_gpu_and_nowhere_else(
 
 
 # An input that lies between two FP8 numbers takes another one when the sum it comes from is rounded otherwise, and a
-# model of random weights makes much of it: BF16 instead of float32 changes the CPU's own W4A8 score by 0.3 %.
+# model of random weights makes much of it: on the CPU, logits of float32 and bfloat16 are 10 % apart with W4A8 and 1 %
+# with W4A16. Layers that give zeros, or the next feature's results, put them more than 100 % off.
 @pytest.mark.gpu
-@pytest.mark.parametrize(("scheme", "tolerance"), [("w4a16", 1e-5), ("w4a8", 2e-2)])
-def test_scores_of_a_gpu_are_those_of_the_cpu(scheme: str, tolerance: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scheme", "tolerance"), [("w4a16", 0.03), ("w4a8", 0.25)])
+def test_logits_of_a_gpu_are_those_of_the_cpu(scheme: str, tolerance: float, tmp_path: Path) -> None:
     quantize(tiny_model("llama", tmp_path), tmp_path / scheme, scheme)
+    tokens = torch.arange(3, 67)[None]
+    logits = {}
+    for device in ("cpu", "cuda"):
+        model, _ = load(tmp_path / scheme, dtype=torch.bfloat16, device=device)
+        with torch.no_grad():
+            logits[device] = model(tokens.to(device)).logits.double().cpu()
+    kernels = {module.kernel for module in model.modules() if isinstance(module, QuantLinear)}
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert kernels == {f"hopper-{scheme}"}
+    wrong = torch.linalg.vector_norm(logits["cuda"] - logits["cpu"])
+    assert wrong <= tolerance * torch.linalg.vector_norm(logits["cpu"])
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_scored_as_the_cpu_is(tmp_path: Path) -> None:
+    quantize(tiny_model("llama", tmp_path), tmp_path / "w4a16", "w4a16")
     text = tmp_path / "text"
     text.write_text("A byte has two halves, and four bits are enough. " * 20)
+    # In float32 weights are dequantized on both, so that nothing but the score is left to differ.
     on = {
         device: evaluate(
-            tmp_path / scheme, text=text, dtype=torch.float32, device=device, context=64, windows=2
+            tmp_path / "w4a16", text=text, dtype=torch.float32, device=device, context=64, windows=2
         )
         for device in ("cpu", "cuda")
     }
-    assert on["cuda"].perplexity == pytest.approx(on["cpu"].perplexity, rel=tolerance)
+    assert on["cuda"].perplexity == pytest.approx(on["cpu"].perplexity, rel=1e-5)

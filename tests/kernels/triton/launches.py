@@ -19,7 +19,12 @@ class Launch:
     options: dict[str, Any]
 
     def compiled(self, capability: int) -> Compiled:
-        return compile_for(self.kernel, capability, self.arguments, **self.options)
+        """For a GPU, on which kernels may overlap from 9.0 on, whatever the device was."""
+        arguments, options = self.arguments, self.options
+        if "PDL" in arguments:
+            overlap = capability >= 90
+            arguments, options = {**arguments, "PDL": overlap}, {**options, "launch_pdl": overlap}
+        return compile_for(self.kernel, capability, arguments, **options)
 
 
 @dataclass

@@ -44,15 +44,16 @@ def on_gpu(calls: Sequence[Call]) -> Results:
     """One after the other, on memory that holds NaN where an op writes nothing."""
     results = []
     for name, arguments in calls:
-        moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
+        moved = [as_laid_out(a, "cuda") if isinstance(a, torch.Tensor) else a for a in arguments]
         poison(moved[0].numel())
         results.append(tuple(as_laid_out(out) for out in run(name, *moved)))
     return results
 
 
-def as_laid_out(out: torch.Tensor) -> torch.Tensor:
-    """On the CPU with the strides it has on the GPU, where a plain copy would lose them."""
-    return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype).copy_(out)
+def as_laid_out(tensor: torch.Tensor, device: str = "cpu") -> torch.Tensor:
+    """On another device with the strides it has, which a plain copy would lose."""
+    moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return moved.copy_(tensor)
 
 
 def run(name: str, *arguments: Any) -> tuple[torch.Tensor, ...]:

@@ -73,7 +73,11 @@ def chain(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         normed, hidden = ops.add_rms_norm(x, hidden, weight, 1e-5)
         product = ops.silu_and_mul(normed, hidden)
         x = ops.rms_norm(product, weight, 1e-5)
-    return (*ops.add_rms_norm_quantize_fp8(x, hidden, weight, 1e-5, 128), *ops.quantize_fp8_per_token(x, 128))
+    return (
+        *ops.add_rms_norm_quantize_fp8(x, hidden, weight, 1e-5, 128),
+        *ops.quantize_fp8_per_token(x, 128),
+        *ops.quantize_per_tensor(x, torch.int8),
+    )
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -166,7 +166,8 @@ def test_quantizers_do_not_spill(launches: list[Launch]) -> None:
     linear_inputs.quantize_fp8_per_group(x)
     linear_inputs.quantize_per_tensor(x, torch.int8)
     linear_inputs.quantize_per_tensor(x.repeat(1, 40), FP8)
-    for launch, capability in zip(launches, (80, 89, 90, 80, 80, 90, 90), strict=True):
+    linear_inputs.quantize_per_tensor(x[:, :1], torch.int8)
+    for launch, capability in zip(launches, (80, 89, 90, 80, 80, 90, 90, 90, 80), strict=True):
         assert launch.compiled(capability).spills == 0
 
 
@@ -203,9 +204,11 @@ def test_outputs_are_known_before_they_are_computed() -> None:
 
 @pytest.mark.parametrize("kernel", LAYERS)
 def test_layers_are_traced_in_one_graph(kernel: str) -> None:
-    entries = [scheme for name, scheme, _ in schemes() if name == kernel] or [settled("fp8")]
+    entries = [scheme for name, scheme, _ in schemes() if name == kernel]
+    entries = entries or [settled("fp8"), settled("fp8_per_tensor")]
     chosen = LAYERS[kernel]
-    for scheme in entries[:: max(1, len(entries) // 3)]:
+    single = [one for one in entries if one.activations and one.activations.granularity == "tensor"]
+    for scheme in [*entries[:: max(1, len(entries) // 3)], *single]:
         case = case_of("", scheme, (5, 64, 256), torch.bfloat16)
         problem = LinearProblem(scheme, 64, 256, torch.device("cpu"), torch.bfloat16)
         prepared = chosen.prepare(case.weight, problem, case.input_scale)

@@ -8,7 +8,11 @@ import triton
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.spec import ActivationFormat
-from halfbyte.kernels.triton.linear_inputs import quantize_fp8_per_group
+from halfbyte.kernels.triton.linear_inputs import (
+    quantize_by_scale,
+    quantize_fp8_per_group,
+    quantize_per_tensor,
+)
 from tests.kernels.triton.rows import DTYPES, assert_codes, assert_same, hostile_rows, normal_rows
 from tests.kernels.triton.runners import Runner
 
@@ -19,15 +23,18 @@ FORMATS = {
 
 
 def cases(shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """Rows of every kind; only such as do not count; nothing but zeros; the largest number late in a long row."""
+    """Rows of every kind; only such as do not count; nothing but zeros; the largest number late in a long row, and late
+    in the last of rows that lie apart.
+    """
     bad = hostile_rows(20, 640, torch.bfloat16)[[4, 5, 14, 15]]
     late = normal_rows(3, 20000, torch.bfloat16)
     late[1, 19999] = -3e4
-    apart = hostile_rows(4, 1200, torch.bfloat16)[:, 600:]
+    apart = normal_rows(4, 1200, torch.bfloat16)[:, 600:]
+    apart[3, 599] = 77
     hostile = [hostile_rows(*shape, dtype, seed) for seed, dtype in enumerate(DTYPES) for shape in shapes]
-    # Magnitudes near the largest one of FP16 make all others small.
+    # The ninth row has its dtype's largest number, which makes all others small.
     quiet = [x[:8] for x in hostile if x.shape[0] > 8]
-    return [*hostile, *quiet, bad, torch.zeros(2, 64), late, apart]
+    return [*hostile, *quiet, bad, torch.zeros(2, 64), torch.full((3, 1), -2.5), late, apart]
 
 
 def test_one_scale_for_all_follows_the_definition(run: Runner, shapes: list[tuple[int, int]]) -> None:
@@ -58,3 +65,17 @@ def test_groups_must_be_whole(columns: int, monkeypatch: pytest.MonkeyPatch) -> 
     message = rf"^quantize_fp8_per_group takes rows of a multiple of 128 values, not of {columns}$"
     with pytest.raises(HalfbyteError, match=message):
         quantize_fp8_per_group(torch.ones(2, columns))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.uint8])
+def test_codes_of_other_dtypes_are_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    x, name = torch.ones(2, 4), str(dtype).removeprefix("torch.")
+    for op, call in (
+        ("quantize_per_tensor", lambda: quantize_per_tensor(x, dtype)),
+        ("quantize_by_scale", lambda: quantize_by_scale(x, torch.ones(1), dtype)),
+    ):
+        with pytest.raises(
+            HalfbyteError, match=rf"^{op} makes codes in float8_e4m3fn or int8, not in {name}$"
+        ):
+            call()

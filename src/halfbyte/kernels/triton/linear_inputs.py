@@ -15,7 +15,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.formats.spec import ActivationFormat
 from halfbyte.kernels.triton.activations import quantize_fp8_per_token, quantize_int8_per_token
 from halfbyte.kernels.triton.row_math import is_finite, largest_magnitude, magnitude_bits, scale_for, widened
-from halfbyte.kernels.triton.rows import check_rows, on_device, row_options
+from halfbyte.kernels.triton.rows import check_rows, on_device, row_options, tile_for
 
 _GROUP = 128
 _GROUPS_OF_A_PROGRAM = 8
@@ -32,7 +32,7 @@ def largest_of_rows_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One row's largest magnitude, as bits, if it is more than ``largest`` is; not of a row that holds NaN or Inf."""
+    """Raises ``largest``, a magnitude's bits, to that of one row, unless the row holds NaN or Inf."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -58,7 +58,7 @@ def quantize_by_scale_kernel(
 ) -> None:
     """``count`` values divided by one scale, rounded to nearest, saturated: E4M3, or INT8 with NaN as 0.
 
-    largest: the largest magnitude's bits, from which the scale follows, which is stored; or none, and it is given.
+    largest: bits of the largest magnitude, from which the scale is computed, which is stored. None: ``scale`` is read.
     """
     if PDL:
         gdc_launch_dependents()
@@ -108,7 +108,7 @@ def quantize_groups_kernel(
 @torch.library.custom_op("halfbyte::quantize_by_scale", mutates_args=())
 def quantize_by_scale(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Inputs ``[M, K]`` of any float dtype, by one fp32 scale ``[1]``, as codes in ``dtype``: E4M3 or INT8."""
-    check_rows("quantize_by_scale", x)
+    _check("quantize_by_scale", x, dtype)
     codes = x.new_empty(x.shape, dtype=dtype)
     if x.shape[0]:
         _divide(x, None, scale, codes)
@@ -121,19 +121,27 @@ def quantize_per_tensor(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tens
 
     Rows that hold NaN or Inf do not count for the scale.
     """
-    check_rows("quantize_per_tensor", x)
+    _check("quantize_per_tensor", x, dtype)
     codes = x.new_empty(x.shape, dtype=dtype)
     room = x.new_zeros(2, dtype=torch.float32)
     scale, largest = room[:1], room[1:].view(torch.int32)
     rows, columns = x.shape
     if rows:
-        tile = min(triton.next_power_of_2(columns), _LARGEST_TILE)
+        tile = tile_for(columns, _LARGEST_TILE)
         with on_device(x):
             largest_of_rows_kernel[(rows,)](
                 x, largest, x.stride(0), COLUMNS=columns, TILE=tile, **row_options(x, tile)
             )
     _divide(x, largest, scale, codes)
     return codes, scale
+
+
+def _check(op: str, x: torch.Tensor, dtype: torch.dtype) -> None:
+    check_rows(op, x)
+    if dtype not in (torch.float8_e4m3fn, torch.int8):
+        raise HalfbyteError(
+            f"{op} makes codes in float8_e4m3fn or int8, not in {str(dtype).removeprefix('torch.')}"
+        )
 
 
 def _divide(x: torch.Tensor, largest: torch.Tensor | None, scale: torch.Tensor, codes: torch.Tensor) -> None:

@@ -82,7 +82,7 @@ def largest_magnitude(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def is_finite(magnitude: tl.tensor) -> tl.tensor:
-    """Of the :func:`magnitude_bits`."""
+    """Whether :func:`magnitude_bits` are those of a finite number."""
     return magnitude < _INFINITY_BITS
 
 

@@ -76,10 +76,15 @@ def row_options(x: torch.Tensor, tile: int, programs: int | None = None) -> dict
     }
 
 
+def tile_for(columns: int, largest: int) -> int:
+    """Values for one program: all ``columns``, or up to ``largest``; at least two, which some instructions take."""
+    return min(max(2, triton.next_power_of_2(columns)), largest)
+
+
 def cut_rows(x: torch.Tensor, largest: int) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid (rows, parts of a row) and ``TILE`` with the options, for programs of up to ``largest`` values."""
     rows, columns = x.shape
-    tile = min(triton.next_power_of_2(columns), largest)
+    tile = tile_for(columns, largest)
     parts = triton.cdiv(columns, tile)
     return (rows, parts), {"TILE": tile, **row_options(x, tile, rows * parts)}
 
