@@ -19,7 +19,15 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.hopper.instructions import warpgroup_mma
 
 _OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "--ptxas-options=-v")
-_HEADERS = ("hopper.cuh", "linear.cuh", "schedule.cuh", "pipeline.cuh", "tile_out.cuh", "sums.cuh")
+_HEADERS = (
+    "hopper.cuh",
+    "linear.cuh",
+    "schedule.cuh",
+    "pipeline.cuh",
+    "tile_out.cuh",
+    "sums.cuh",
+    "w4a8_codes.cuh",
+)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,6 @@ EXACT = Table(
         *_MORE_TOKENS,
         (256, ANY, ANY, W4A16Config(128, 128, stages=4)),
         (ANY, ANY, ANY, W4A16Config(128, 128, share=2, stages=5)),
-        (ANY, ANY, ANY, W4A16Config(128, 128, stages=4)),
     )
 )
 """For any weights and activations."""
@@ -91,7 +90,6 @@ ROUNDED = Table(
         *_MORE_TOKENS,
         (512, ANY, ANY, replace(_ROUNDED_MANY, rest=W4A16Config(128, 128, stages=4, rounded=True))),
         (ANY, ANY, ANY, replace(_ROUNDED_MANY, share=2)),
-        (ANY, ANY, ANY, W4A16Config(128, 128, stages=4, rounded=True)),
     )
 )
 """For bfloat16 scales and activations: many tokens take about as long as with weights in bfloat16."""

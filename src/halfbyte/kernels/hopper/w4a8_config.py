@@ -153,10 +153,11 @@ FP32 = Table(
 )
 
 _fp16 = partial(W4A8Config, fp16_sums=True)
+_FEWEST_FP16_TOKENS = 64
 
 FP16 = Table(
     (
-        *(row for row in FP32.rows if row[0] < 64),
+        *(row for row in FP32.rows if row[0] < _FEWEST_FP16_TOKENS),
         (64, WAVE // 2, 4096, _fp16(64, 64, split=2)),
         (64, WAVE // 2, ANY, _fp16(64, 64, split=4, blocks_per_sm=2)),
         (64, WAVE, ANY, _fp16(64, 64, split=2, blocks_per_sm=2)),
@@ -189,7 +190,7 @@ FP16 = Table(
         (512, WAVE * 3 // 4, ANY, _fp16(128, 192)),
         (512, ANY, ANY, _fp16(256, 128, stages=4, parts=2, rest=_fp16(128, 128))),
         (ANY, ANY, ANY, _fp16(256, 128, share=2, stages=4, parts=2)),
-        *FP32.rows,
+        *(row for row in FP32.rows if row[0] >= _FEWEST_FP16_TOKENS),
     )
 )
 """Sums of many tokens in fp16, where weights allow it; else, and for few tokens, as ``FP32``."""
