@@ -19,7 +19,7 @@ from halfbyte.schemes import PRESETS, Scheme
 
 SCHEMES = {
     "w4a8_linear": ("w4a8",),
-    "w4a16_linear": ("w4a16",),
+    "w4a16_linear": ("w4a16", "w4a16-asym"),
     "fp8_linear": ("fp8", "fp8_per_tensor", "fp8_per_block"),
     "int8_linear": ("w8a8-int8",),
 }
