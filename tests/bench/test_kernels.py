@@ -21,6 +21,7 @@ from halfbyte.bench.kernels.results import Results, figures
 from halfbyte.bench.kernels.timing import replays, rotation, turns
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.packing import pack_int32
+from halfbyte.formats.packing_awq import pack_awq
 from halfbyte.formats.quantize import quantize
 from halfbyte.formats.spec import ActivationFormat
 from halfbyte.kernels.reference import exact_weight, reference_linear
@@ -168,6 +169,18 @@ def test_marlin_reads_scales_in_its_order() -> None:
     assert vllm._marlin_order(columns, plain=False)[0, :64].tolist() == grouped
     assert vllm._marlin_order(columns, plain=True)[0, :32].tolist() == plain
     assert vllm._marlin_order(columns, plain=True)[0, 32:64].tolist() == [32 + column for column in plain]
+
+
+def test_marlin_reads_zero_points_in_its_order() -> None:
+    """As vLLM packs them (marlin_utils, marlin_zero_points): scales' order, then eight of them interleaved."""
+    zeros = torch.randint(0, 16, (3, 128), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    columns = [i + 8 * j for i in range(8) for j in range(8)]
+    interleaved = [columns[8 * eight + i] for eight in range(8) for i in (0, 2, 4, 6, 1, 3, 5, 7)]
+    words = pack_awq(vllm._marlin_order(zeros, plain=False))
+    for place, column in enumerate(interleaved):
+        for half in (0, 1):
+            found = words[:, 8 * half + place // 8] >> 4 * (place % 8) & 0xF
+            assert torch.equal(found, zeros[:, 64 * half + column].int())
 
 
 def chosen(request: Request) -> tuple[list[str], Results]:

@@ -13,6 +13,8 @@ from halfbyte.bench.kernels.operands import Operands
 from halfbyte.bench.kernels.peers import Peers
 from halfbyte.formats.activations import quantize_activations
 from halfbyte.formats.packing import pack_int32
+from halfbyte.formats.packing_awq import pack_awq
+from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
 from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import split_scales
 
@@ -20,7 +22,8 @@ _FP8, _INT8 = ActivationFormat("e4m3", "token"), ActivationFormat("int8", "token
 
 # vLLM names element types by numbers that hold their properties: mantissa bits from bit 8 on (4), from bit 17 on
 # what stored codes have in excess (8), and from bit 50 on the kind of NaN (1: as IEEE has it).
-_UINT4_BIAS_8 = 4 << 8 | 8 << 17 | 1 << 50
+_UINT4 = 4 << 8 | 1 << 50
+_UINT4_BIAS_8 = _UINT4 | 8 << 17
 _TOP_BITS = -0x77777778  # 0x88888888 as int32: the top bit of every nibble
 _CUTLASS_GROUP = 128
 _INT16_SCALE_STEPS = 4096
@@ -57,16 +60,15 @@ def contenders(peers: Peers, group_size: int | None) -> list[Contender]:
             partial(grouped, activations=_INT8),
             True,
         ),
-        contender(
-            "marlin-w4a16", "w4a16_linear", "w4a16", group_size, partial(grouped, activations=None), False
-        ),
-        contender(
-            "machete-w4a16",
-            "w4a16_linear",
-            "w4a16",
-            group_size,
-            partial(_machete, group_size=group_size),
-            False,
+        *(
+            contender(
+                f"{name}-w4a16", "w4a16_linear", scheme, group_size, partial(load, symmetric=symmetric), False
+            )
+            for name, load in (
+                ("marlin", partial(grouped, activations=None)),
+                ("machete", partial(_machete, group_size=group_size)),
+            )
+            for scheme, symmetric in (("w4a16", True), ("w4a16-asym", False))
         ),
         contender("cutlass-fp8", "fp8_linear", "fp8", None, _cutlass_fp8, True),
     ]
@@ -124,24 +126,36 @@ def _cutlass_fp8(operands: Operands) -> Callable[[int], Task]:
     )
 
 
-def _machete(operands: Operands, group_size: int | None) -> Callable[[int], Task]:
+def _grouped(operands: Operands, group_size: int | None, symmetric: bool) -> tuple[QuantizedTensor, int]:
+    """The weight in groups, symmetric without -8 or with zero points, and vLLM's number for the type of its codes."""
     if group_size is None:
         raise MissingError("takes groups only, not a scale per channel")
-    weight = operands.seven(group_size)
+    if symmetric:
+        return operands.seven(group_size), _UINT4_BIAS_8
+    return operands.quantized(TensorFormat("int4", "group", group_size, symmetric=False)), _UINT4
+
+
+def _unsigned_zeros(weight: QuantizedTensor) -> torch.Tensor | None:
+    """Zero points of stored codes, which are 8 larger, uint8 ``[G, N]``, or none."""
+    return None if weight.zero_points is None else (weight.zero_points.T + 8).to(torch.uint8)
+
+
+def _machete(operands: Operands, group_size: int | None, symmetric: bool) -> Callable[[int], Task]:
+    weight, kind = _grouped(operands, group_size, symmetric)
     codes = torch.ops._C.machete_prepack_B(
-        pack_int32(weight.codes, 4).T, torch.bfloat16, _UINT4_BIAS_8, torch.bfloat16
+        pack_int32(weight.codes, 4).T, torch.bfloat16, kind, torch.bfloat16
     )
+    scales, zeros = weight.scales.T.contiguous(), _unsigned_zeros(weight)
+    offsets = None if zeros is None else zeros.to(scales.dtype) * -scales  # added to code times scale
 
     def call(copy: Any, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        return torch.ops._C.machete_mm(
-            x, copy[0], _UINT4_BIAS_8, None, copy[1], None, group_size, None, None, None
-        )
+        return torch.ops._C.machete_mm(x, copy[0], kind, None, copy[1], copy[2], group_size, None, None, None)
 
     return linear(
         operands,
         weight=weight,
         activations=None,
-        copies=clones((codes, weight.scales.T.contiguous()), operands.cache),
+        copies=clones((codes, scales, offsets), operands.cache),
         call=call,
         feed=lambda x: x,
         quantized=False,
@@ -149,18 +163,23 @@ def _machete(operands: Operands, group_size: int | None) -> Callable[[int], Task
 
 
 def _marlin(
-    operands: Operands, group_size: int | None, activations: ActivationFormat | None
+    operands: Operands,
+    group_size: int | None,
+    activations: ActivationFormat | None,
+    symmetric: bool = True,
 ) -> Callable[[int], Task]:
-    if group_size is None:
-        raise MissingError("takes groups only, not a scale per channel")
+    weight, kind = _grouped(operands, group_size, symmetric)
     out_features, in_features = operands.shape
     eight = activations is not None
-    weight = operands.seven(group_size)
     nothing = torch.empty(0, dtype=torch.int32, device=operands.device)
     codes = torch.ops._C.gptq_marlin_repack(
         pack_int32(weight.codes, 4).T.contiguous(), nothing, in_features, out_features, 4, eight
     )
-    scales = _marlin_order(weight.scales.T.contiguous(), plain=eight or group_size >= in_features)
+    plain = eight or weight.scales.shape[1] == 1
+    scales = _marlin_order(weight.scales.T.contiguous(), plain=plain)
+    unsigned = _unsigned_zeros(weight)
+    # Marlin packs them in AutoAWQ's order of nibbles.
+    zeros = nothing if unsigned is None else pack_awq(_marlin_order(unsigned, plain=False))
     step = torch.ones((), device=operands.device)
     if eight:
         # Integers in the place of BF16; what they are steps of goes to the tokens' scales.
@@ -177,12 +196,8 @@ def _marlin(
 
     def call(copy: Any, fed: Any, room: torch.Tensor) -> torch.Tensor:
         inputs, token_scales = fed
-        absent = (
-            None,
-            nothing,
-            nothing,
-            nothing,
-        )  # a global scale, zero points, group indices, a permutation
+        # A global scale is absent, as are group indices and a permutation.
+        others = (None, copy[2], nothing, nothing)
         sizes = (inputs.shape[0], out_features, in_features)
         whole_k, atomic_add, fp32_reduce, float_zeros = True, False, True, False
         return torch.ops._C.marlin_gemm(
@@ -192,9 +207,9 @@ def _marlin(
             None,
             copy[1],
             token_scales,
-            *absent,
+            *others,
             locks,
-            _UINT4_BIAS_8,
+            kind,
             *sizes,
             whole_k,
             atomic_add,
@@ -206,7 +221,7 @@ def _marlin(
         operands,
         weight=weight,
         activations=activations,
-        copies=clones((codes, scales), operands.cache),
+        copies=clones((codes, scales, zeros), operands.cache),
         call=call,
         feed=feed,
         quantized=eight,
