@@ -9,15 +9,15 @@ import torch
 
 from halfbyte.formats.int4_words import WORD_ORDERS
 from halfbyte.formats.quantized_tensor import QuantizedTensor
-from halfbyte.formats.spec import TensorFormat
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
 from halfbyte.kernels.problem import Kernel, LinearProblem
 from halfbyte.kernels.triton_linear import TritonW4A8, TritonW4A16
-from halfbyte.schemes import PRESETS, Scheme
+from halfbyte.schemes import PRESETS
 from tests.kernels.cases import random_weight
+from tests.kernels.triton.linear_cases import int4
 
-SHAPE = (208, 576)  # fills neither 64 features nor 128 inputs
+ROWS = 208  # like 576 inputs, they fill no whole blocks of 64 x 128
 KERNELS: dict[str, tuple[Kernel, str]] = {
     kernel.name: (kernel, scheme)
     for kernel, scheme in (
@@ -30,13 +30,8 @@ KERNELS: dict[str, tuple[Kernel, str]] = {
 }
 
 
-def scheme_for(kernel: Kernel, name: str, group: int | None, symmetric: bool) -> Scheme | None:
-    """The preset with such groups; none if the kernel does not take them, on a GPU that has all it needs."""
-    granularity = "group" if group else "channel"
-    weights = TensorFormat("int4", granularity, group, symmetric=symmetric, scale="bf16")
-    if kernel.name == "hopper-w4a8-fp8-scales" and (group != 128 or not symmetric):
-        return None
-    return replace(PRESETS[name], weights=weights)
+# Groups (none: per channel) and symmetry, with the number of inputs.
+CUTS = ((64, True, 576), (32, False, 576), (None, True, 576), (128, True, 640))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -45,12 +40,9 @@ def scheme_for(kernel: Kernel, name: str, group: int | None, symmetric: bool) ->
 def test_words_of_a_file_come_back(name: str, order: str, device: str) -> None:
     kernel, preset = KERNELS[name]
     pack, unpack = WORD_ORDERS[order]
-    for group, symmetric in ((64, True), (32, False), (None, True), (128, True)):
-        columns = SHAPE[1] if group != 128 else 640
-        scheme = scheme_for(kernel, preset, group, symmetric)
-        if scheme is None:
-            continue
-        q = random_weight(scheme, SHAPE[0], columns)
+    for group, symmetric, columns in CUTS[3:] if kernel.name == "hopper-w4a8-fp8-scales" else CUTS:
+        scheme = replace(PRESETS[preset], weights=int4(group, symmetric))
+        q = random_weight(scheme, ROWS, columns)
         generator = torch.Generator().manual_seed(1)
         codes = torch.randint(-8, 8, q.codes.shape, generator=generator).to(torch.int8)
         words = pack(codes).to(device)

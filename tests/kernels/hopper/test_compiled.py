@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,37 @@ def test_other_weights_compile(
         w4a16_config.table_for(fmt, out).choose(tokens, features, 4096, fmt), fmt, out
     )
     assert faults(source, tmp_path) == []
+
+
+def formats(name: str) -> list[BlockFormat]:
+    """All that the table is for."""
+    if name == "w4a8 with fp8 scales":
+        return [w4a8_fp8_scales_codes.FORMAT]
+    if name.startswith("w4a8"):
+        return [w4a8_codes.block_format(*cut) for cut in product((32, 64, 128), (True, False), (True, False))]
+    return [
+        fmt
+        for group, zero_points, out in product((32, 64, 128), (True, False), (BF16, FP16))
+        for scale in (BF16, FP16, FP32)
+        if w4a16_config.table_for(fmt := w4a16.block_format(group, scale, zero_points, out), out)
+        is TABLES[name]
+    ]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_is_chosen_for_something(name: str) -> None:
+    rows = TABLES[name].rows
+    tokens, features, inputs = (sorted({row[axis] for row in rows}) for axis in range(3))
+    chosen = {
+        next(
+            number
+            for number, row in enumerate(rows)
+            if all(size <= most for size, most in zip(shape, row, strict=False)) and fitted(row[3], fmt)
+        )
+        for fmt in formats(name)
+        for shape in product(tokens, features, inputs)
+    }
+    assert [row for number, row in enumerate(rows) if number not in chosen] == []
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -18,8 +18,6 @@ from halfbyte.kernels.problem import Kernel, LinearProblem
 from halfbyte.schemes import Scheme
 
 OP = "repack"
-
-
 _CODES = "codes"
 
 
@@ -54,7 +52,7 @@ def _pairs(
 
 
 def measure(operands: Operands, case: Repacking, passes: int) -> tuple[Work, list[float]]:
-    """Microseconds of ``kernel.prepare``, unpacking before it, and host time included, after a first call.
+    """Microseconds of ``kernel.prepare``, with unpacking where codes come in words, and host time; after a first call.
 
     Errors: MissingError, a shape that it does not take; WrongResultError, a weight that does not come back bit for bit.
     """

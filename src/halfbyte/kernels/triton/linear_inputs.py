@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.spec import ActivationFormat
 from halfbyte.kernels.triton.activations import quantize_fp8_per_token, quantize_int8_per_token
+from halfbyte.kernels.triton.linear_conditions import name_of
 from halfbyte.kernels.triton.row_math import is_finite, largest_magnitude, magnitude_bits, scale_for, widened
 from halfbyte.kernels.triton.rows import check_rows, on_device, row_options, tile_for
 
@@ -139,9 +140,7 @@ def quantize_per_tensor(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tens
 def _check(op: str, x: torch.Tensor, dtype: torch.dtype) -> None:
     check_rows(op, x)
     if dtype not in (torch.float8_e4m3fn, torch.int8):
-        raise HalfbyteError(
-            f"{op} makes codes in float8_e4m3fn or int8, not in {str(dtype).removeprefix('torch.')}"
-        )
+        raise HalfbyteError(f"{op} makes codes in float8_e4m3fn or int8, not in {name_of(dtype)}")
 
 
 def _divide(x: torch.Tensor, largest: torch.Tensor | None, scale: torch.Tensor, codes: torch.Tensor) -> None:
