@@ -52,6 +52,9 @@ def on_gpu(calls: Sequence[Call]) -> Results:
 
 def as_laid_out(tensor: torch.Tensor, device: str = "cpu") -> torch.Tensor:
     """On another device with the strides it has, which a plain copy would lose."""
+    if 0 in tensor.stride():  # values that share memory cannot be written one by one
+        once = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+        return once.clone(memory_format=torch.contiguous_format).to(device).expand(tensor.shape)
     moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return moved.copy_(tensor)
 

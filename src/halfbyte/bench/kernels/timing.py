@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from halfbyte.kernels.capture import garbage_kept
+
 Call = Callable[[], object]
 
 _REST_SECONDS = 0.3
@@ -78,7 +80,7 @@ class Replay:
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with garbage_kept(), torch.cuda.graph(graph):
             for _ in range(self._turns):
                 for call in self._calls:
                     call()

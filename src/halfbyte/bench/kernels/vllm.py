@@ -146,7 +146,9 @@ def _machete(operands: Operands, group_size: int | None, symmetric: bool) -> Cal
         pack_int32(weight.codes, 4).T, torch.bfloat16, kind, torch.bfloat16
     )
     scales, zeros = weight.scales.T.contiguous(), _unsigned_zeros(weight)
-    offsets = None if zeros is None else zeros.to(scales.dtype) * -scales  # added to code times scale
+    offsets = (
+        None if zeros is None else zeros.contiguous().to(scales.dtype) * -scales
+    )  # added to code times scale
 
     def call(copy: Any, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         return torch.ops._C.machete_mm(x, copy[0], kind, None, copy[1], copy[2], group_size, None, None, None)

@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import torch
 
+from halfbyte.kernels.capture import garbage_kept
+
 logger = logging.getLogger(__name__)
 
 
@@ -48,7 +50,7 @@ def _capture(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAG
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with garbage_kept(), torch.cuda.graph(graph):
             step()
     return graph
 
