@@ -157,11 +157,13 @@ def test_a_width_that_no_group_fits_is_an_error_that_says_what_to_do() -> None:
     Recipe(ignore=["*.down_proj"]).assign(layout)
 
 
-def test_clips_follow_their_module() -> None:
-    clips = (
-        Recipe(clip="mse", ignore=["*.o_proj"], targets={Q0: {"clip": "none"}}).assign(llama(blocks=1)).clips
+def test_methods_follow_their_module() -> None:
+    methods = (
+        Recipe(clip="mse", ignore=["*.o_proj"], targets={Q0: {"clip": "none"}})
+        .assign(llama(blocks=1))
+        .methods
     )
-    assert clips[Q0] == "none"
-    assert clips[DOWN0] == "mse"
-    assert "model.layers.0.self_attn.o_proj" not in clips
-    assert "lm_head" not in clips
+    assert methods[Q0].clip == "none"
+    assert methods[DOWN0].clip == "mse"
+    assert "model.layers.0.self_attn.o_proj" not in methods
+    assert "lm_head" not in methods

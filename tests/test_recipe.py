@@ -47,11 +47,11 @@ def test_yaml_and_python_say_the_same(tmp_path: Path) -> None:
     assert recipe.default is not None
     assert recipe.default.scheme == PRESETS["w4a8"]
     assert recipe.choices["*.down_proj"].scheme == PRESETS["w8a8-int8"]
-    assert recipe.choices["*.down_proj"].clip == "mse"
+    assert recipe.choices["*.down_proj"].method.clip == "mse"
     changed = recipe.choices["*.o_proj"].scheme
     assert changed.weights == PRESETS["w4a8"].weights.with_group_size(64)
     assert changed.activations == PRESETS["w4a8"].activations
-    assert recipe.choices["lm_head"].clip == "none"
+    assert recipe.choices["lm_head"].method.clip == "none"
 
 
 def test_empty_recipe_is_the_home_scheme(tmp_path: Path) -> None:
@@ -77,11 +77,14 @@ def test_plain_data_and_back(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("sheme: w4a8", ["'sheme'", "scheme, group_size, symmetric, clip, ignore, targets"]),
-        ("targets: {a: {groupsize: 64}}", ["'groupsize'", "'a'", "scheme, group_size, symmetric, clip"]),
+        ("sheme: w4a8", ["'sheme'", "scheme, group_size, symmetric, algorithm, clip, ignore, targets"]),
+        (
+            "targets: {a: {groupsize: 64}}",
+            ["'groupsize'", "'a'", "scheme, group_size, symmetric, algorithm, clip"],
+        ),
         ("scheme: w4b8", ["'w4b8'", "w4a8-int8", "nvfp4"]),
         ("targets: {a: nvfp9}", ["target 'a'", "'nvfp9'", "nvfp4"]),
-        ("clip: max", ["'clip'", "'max'", "'none' or 'mse'"]),
+        ("clip: max", ["'clip'", "'max'", "'none', 'mse' or 'output'"]),
         ("group_size: '64'", ["'group_size'", "'64'", "integer"]),
         ("group_size: 0", ["group_size 0", "positive"]),
         ("group_size: -2", ["group_size -2", "positive"]),

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
     from halfbyte.audit.inspection import Inspection
     from halfbyte.audit.verification import Verification
+    from halfbyte.calibration.request import CalibrationData
     from halfbyte.evaluation.evaluate import Evaluation
+    from halfbyte.quantization.calibrated import Progress
     from halfbyte.quantization.job import QuantizationResult
+    from halfbyte.quantization.plan import QuantizationPlan
     from halfbyte.recipe import Recipe
 
 
@@ -25,30 +28,90 @@ def quantize(
     *,
     recipe: Recipe | Mapping[str, Any] | Path | str | None = None,
     ignore: Sequence[str] | str = (),
+    algorithm: str | None = None,
     clip: str | None = None,
+    data: CalibrationData | Path | str | None = None,
+    device: torch.device | str = "cpu",
     tp: int = 1,
     overwrite: bool = False,
     allow_pickle: bool = False,
     on_progress: Callable[[float, str], None] | None = None,
     on_start: Callable[[float], None] | None = None,
+    on_block: Callable[[Progress], None] | None = None,
 ) -> QuantizationResult:
-    """Quantize a checkpoint without data, weight by weight, into ``out``.
+    """Quantize a checkpoint into ``out``: weight by weight without data, block by block with it.
 
     model: a local Hugging Face checkpoint directory in 16- or 32-bit floating point.
     scheme: a preset of :data:`halfbyte.schemes.PRESETS`; ``w4a8`` unless a recipe says otherwise.
-    recipe: rules per layer, as an object, its fields or a YAML file; ``scheme``, ``ignore`` and ``clip`` change it.
-    clip: ``mse`` narrows each range to the least squared error, ``none`` covers the largest weight.
+    recipe: rules per layer, as an object, its fields or a YAML file; ``scheme``, ``ignore``, ``algorithm`` and ``clip``
+        change it.
+    algorithm, clip: see :class:`halfbyte.method.Method`; ``rtn`` unless a recipe or ``data`` says otherwise.
+    data: what to calibrate on, with sample numbers or as a path alone; ``default`` is the package's own texts. It makes
+        the algorithm ``awq+gptq`` where none is given; algorithms that need data take ``default`` without it.
+    device: where blocks are calibrated; ``auto`` is a GPU if there is one.
     tp: tensor-parallel ranks that will serve the result; sizes that would not divide are refused.
-    on_start, on_progress: called with the source bytes of the whole job, then with those just done.
+    on_start, on_progress: without data, called with the source bytes of the whole job, then with those just done.
+    on_block: with data, called as blocks go through.
 
     Errors: :class:`HalfbyteError` for anything wrong with the input, before work starts wherever headers tell.
     """
+    from halfbyte.method import BEST
     from halfbyte.quantization import job
 
-    plan = job.prepare(model, recipe_of(recipe, scheme, ignore, clip), tp=tp, allow_pickle=allow_pickle)
+    if data is not None and algorithm is None and (recipe is None or scheme is not None):
+        algorithm = BEST
+    plan = job.prepare(
+        model, recipe_of(recipe, scheme, ignore, clip, algorithm), tp=tp, allow_pickle=allow_pickle
+    )
+    if data is not None or any(method.needs_data for method in plan.assignment.methods.values()):
+        return _quantize_with_data(plan, out, data, device, overwrite, on_block)
     if on_start:
         on_start(job.source_bytes(plan))
     return job.run(plan, out, overwrite=overwrite, progress=on_progress)
+
+
+def _quantize_with_data(
+    plan: QuantizationPlan,
+    out: Path | str,
+    data: CalibrationData | Path | str | None,
+    device: torch.device | str,
+    overwrite: bool,
+    on_block: Callable[[Progress], None] | None,
+) -> QuantizationResult:
+    from transformers import AutoTokenizer
+
+    from halfbyte.calibration.load import load_samples
+    from halfbyte.calibration.request import DEFAULT_DATA, DEFAULT_LENGTH, CalibrationData
+    from halfbyte.devices import device_named
+    from halfbyte.models.config_fields import read_config
+    from halfbyte.quantization.calibrated import run_calibrated
+
+    given = data if isinstance(data, CalibrationData) else CalibrationData(data or DEFAULT_DATA)
+    context = read_config(plan.checkpoint.config).context
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(plan.checkpoint.path)
+    except Exception as error:  # tokenizer files fail in many ways
+        raise HalfbyteError(
+            f"{plan.checkpoint.path}: its tokenizer cannot be loaded ({error}); calibration needs one"
+        ) from error
+    samples = load_samples(
+        None if given.path == DEFAULT_DATA else given.path,
+        tokenizer,
+        samples=given.samples,
+        length=given.length or min(DEFAULT_LENGTH, context or DEFAULT_LENGTH),
+        masked_roles=given.masked_roles,
+        context=context,
+        seed=given.seed,
+    )
+    return run_calibrated(
+        plan,
+        out,
+        samples,
+        device=device_named(device),
+        activations=given.activations,
+        overwrite=overwrite,
+        on_progress=on_block,
+    )
 
 
 def recipe_of(
@@ -56,6 +119,7 @@ def recipe_of(
     scheme: str | None,
     ignore: Sequence[str] | str,
     clip: str | None,
+    algorithm: str | None = None,
 ) -> Recipe:
     """A recipe with what the caller says on top of it."""
     from halfbyte.recipe import Recipe
@@ -70,6 +134,8 @@ def recipe_of(
     changes: dict[str, Any] = base.to_dict()
     if scheme is not None:
         changes["scheme"] = scheme
+    if algorithm is not None:
+        changes["algorithm"] = algorithm
     if clip is not None:
         changes["clip"] = clip
     changes["ignore"] = [*base.ignore, *(pattern for pattern in ignore if pattern not in base.ignore)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.matching import Patterns, matches
+from halfbyte.method import Method
 from halfbyte.models.layout import ModelLayout, ModuleInfo, Role
 from halfbyte.models.names import template
 from halfbyte.schemes import Scheme
@@ -21,10 +22,10 @@ _NOT_LINEAR = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A scheme and how its ranges are chosen: ``none`` covers the largest weight, ``mse`` the least error."""
+    """A scheme, and how its numbers are chosen."""
 
     scheme: Scheme
-    clip: str = "none"
+    method: Method = field(default_factory=Method)
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,14 @@ class Assignment:
 
     schemes: module name -> scheme with its group size settled, none where the weight stays as it is; in
         module order.
-    clips: how the ranges of each quantized module are chosen.
+    methods: how the numbers of each quantized module are chosen.
     notes: what the user should know about it, one line per kind.
     means: pattern -> how many modules it means.
     decides: pattern -> for how many modules it is the rule that counts.
     """
 
     schemes: Mapping[str, Scheme | None]
-    clips: Mapping[str, str]
+    methods: Mapping[str, Method]
     notes: Sequence[str]
     means: Mapping[str, int]
     decides: Mapping[str, int]
@@ -84,7 +85,7 @@ def assign(
     settled, notes = _settle_groups([m for m in layout.modules if m.name in chosen], chosen)
     return Assignment(
         schemes={module.name: settled.get(module.name) for module in layout.modules},
-        clips={name: choice.clip for name, choice in chosen.items()},
+        methods={name: choice.method for name, choice in chosen.items()},
         notes=notes,
         means=means,
         decides=decides,

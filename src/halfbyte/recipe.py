@@ -3,7 +3,8 @@
 In YAML::
 
     scheme: w4a8                     # a preset, or "none" to quantize only the targets
-    clip: mse                        # ranges of least error; default none
+    algorithm: awq+gptq              # steps joined by +; default rtn, without data
+    clip: mse                        # ranges of least error; default output with data, none without
     ignore:
       - "re:.*layers\\.0\\."          # exact name, re:<regex from the start>, or wildcards
     targets:
@@ -27,13 +28,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, StrictI
 from halfbyte.assignment import Assignment, Choice, assign
 from halfbyte.errors import HalfbyteError
 from halfbyte.matching import Patterns
+from halfbyte.method import RTN, Method
 from halfbyte.models.layout import ModelLayout
 from halfbyte.schemes import Scheme, resolve
 
 NO_SCHEME = "none"
 PER_ROW = -1
 DEFAULT_SCHEME = "w4a8"
-Clip = Literal["none", "mse"]
+Clip = Literal["none", "mse", "output"]
 
 
 class Options(BaseModel):
@@ -41,7 +43,7 @@ class Options(BaseModel):
 
     group_size: weights that share a scale; -1 for one scale per output row. Integer weights only.
     symmetric: whether zero points are left out. Integer weights only.
-    clip: ``none`` covers the largest weight, ``mse`` narrows ranges to the least squared error.
+    algorithm, clip: see :class:`halfbyte.method.Method`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,6 +51,7 @@ class Options(BaseModel):
     scheme: StrictStr | None = None
     group_size: StrictInt | None = None
     symmetric: StrictBool | None = None
+    algorithm: StrictStr | None = None
     clip: Clip | None = None
 
 
@@ -72,7 +75,8 @@ class Recipe(BaseModel):
     scheme: StrictStr = DEFAULT_SCHEME
     group_size: StrictInt | None = None
     symmetric: StrictBool | None = None
-    clip: Clip = "none"
+    algorithm: StrictStr = RTN
+    clip: Clip | None = None
     ignore: tuple[StrictStr, ...] = ()
     targets: dict[StrictStr, Annotated[Options, BeforeValidator(_options)]] = {}
 
@@ -85,6 +89,7 @@ class Recipe(BaseModel):
         if both:
             raise HalfbyteError(f"recipe: {both[0]!r} stands in ignore and in targets; accepted: one of them")
         Patterns([*self.ignore, *self.targets])
+        self._method(None, None)
         _ = self.default, self.choices
 
     @classmethod
@@ -119,7 +124,9 @@ class Recipe(BaseModel):
             if self.group_size is not None or self.symmetric is not None:
                 raise HalfbyteError("recipe: group_size and symmetric need a scheme, and scheme is 'none'")
             return None
-        return Choice(changed(resolve(self.scheme), self.group_size, self.symmetric), self.clip)
+        return Choice(
+            changed(resolve(self.scheme), self.group_size, self.symmetric), self._method(None, None)
+        )
 
     @cached_property
     def choices(self) -> Mapping[str, Choice]:
@@ -139,9 +146,13 @@ class Recipe(BaseModel):
             else:
                 raise HalfbyteError("no scheme, and the recipe's is 'none'; accepted: a scheme")
             scheme = changed(base, options.group_size, options.symmetric)
+            return Choice(scheme, self._method(options.algorithm, options.clip))
         except HalfbyteError as error:
             raise HalfbyteError(f"recipe: target {pattern!r}: {error}") from error
-        return Choice(scheme, options.clip or self.clip)
+
+    def _method(self, algorithm: str | None, clip: str | None) -> Method:
+        """A target's own algorithm brings its own default of ``clip`` along, unless the recipe has one."""
+        return Method.parse(algorithm or self.algorithm, clip or self.clip)
 
 
 def changed(scheme: Scheme, group_size: int | None, symmetric: bool | None) -> Scheme:

@@ -4,13 +4,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from halfbyte.algorithms.clip import POWER_OF_TWO_RATIOS, RATIOS, clip_mse
+from halfbyte.algorithms.clip import (
+    POWER_OF_TWO_RATIOS,
+    RATIOS,
+    clip_mse,
+    clip_mse_grid,
+    clip_output,
+    clip_output_grid,
+)
 from halfbyte.algorithms.rtn import rtn
-from halfbyte.errors import NonFiniteError
+from halfbyte.errors import HalfbyteError, NonFiniteError
 from halfbyte.formats import tiles
-from halfbyte.formats.quantize import dequantize, quantize
+from halfbyte.formats.grid import Grid
+from halfbyte.formats.quantize import dequantize, encode, quantize
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.spec import TensorFormat
+from tests.algorithms.inputs import outlier_inputs, statistics_of
 from tests.formats.hostile import FORMATS, bits, weights
 
 ALL = pytest.mark.parametrize("name", FORMATS)
@@ -97,3 +106,69 @@ def test_a_lone_outlier_is_worth_saturating() -> None:
     weight[0, 0] = 8.0
     fmt = TensorFormat("int4", "channel", scale="f32")
     assert clip_mse(weight, fmt).scales.item() < rtn(weight, fmt).scales.item()
+
+
+def moment_of(features: int) -> torch.Tensor:
+    return statistics_of(outlier_inputs(64, features)).moment
+
+
+def output_errors(weight: torch.Tensor, q: QuantizedTensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Mean squared output error that the weights of each scale cause alone, float64: from the tokens themselves."""
+    groups = q.scales.shape[-1]
+    error = (dequantize(q).double() - weight.double()).unflatten(-1, (groups, -1))
+    caused = torch.einsum("...gc,tgc->...gt", error, inputs.double().unflatten(-1, (groups, -1)))
+    return caused.square().mean(-1)
+
+
+@pytest.mark.parametrize("name", PER_SCALE)
+def test_each_scale_has_the_least_output_error_of_all_ratios(name: str) -> None:
+    weight, fmt, inputs = heavy_tailed(4, 256), FORMATS[name], outlier_inputs(64, 256)
+    ratios = POWER_OF_TWO_RATIOS if fmt.scale == "e8m0" else RATIOS
+    tried = [output_errors(weight, quantize(weight, fmt, ratio=ratio), inputs) for ratio in ratios]
+    clipped = output_errors(weight, clip_output(weight, fmt, moment_of(256)), inputs)
+    torch.testing.assert_close(clipped, torch.stack(tried).amin(0), rtol=1e-3, atol=1e-12)
+
+
+@ALL
+def test_output_clipping_is_mse_clipping_where_inputs_are_white(name: str) -> None:
+    weight, fmt = heavy_tailed(6, 250 if FORMATS[name].block_shape else 256), FORMATS[name]
+    white, plain = clip_output(weight, fmt, torch.eye(weight.shape[1])), clip_mse(weight, fmt)
+    assert torch.equal(bits(white.codes), bits(plain.codes))
+    assert torch.equal(bits(white.scales), bits(plain.scales))
+
+
+@pytest.mark.parametrize("name", PER_SCALE)
+@settings(max_examples=10, deadline=None)
+@given(weight=weights())
+def test_hostile_weights_end_with_no_larger_output_error_than_rtn(name: str, weight: torch.Tensor) -> None:
+    fmt, inputs = FORMATS[name], outlier_inputs(64, 128)
+    clipped, plain = clip_output(weight, fmt, moment_of(128)), rtn(weight, fmt)
+    assert dequantize(clipped).isfinite().all()
+    after, before = (output_errors(weight, q, inputs) for q in (clipped, plain))
+    assert (after <= before * (1 + 1e-3) + 1e-34).all()
+
+
+@ALL
+@pytest.mark.parametrize("by_output", [False, True])
+def test_the_grid_is_the_one_that_was_rounded_onto(name: str, by_output: bool) -> None:
+    weight, fmt, moment = heavy_tailed(4, 256), FORMATS[name], moment_of(256)
+    grid = clip_output_grid(weight, fmt, moment) if by_output else clip_mse_grid(weight, fmt)
+    q = clip_output(weight, fmt, moment) if by_output else clip_mse(weight, fmt)
+    assert isinstance(grid, Grid)
+    assert torch.equal(bits(encode(weight, fmt, grid).codes), bits(q.codes))
+
+
+def test_a_stack_shares_the_moment() -> None:
+    stack, fmt, moment = (
+        torch.stack([heavy_tailed(6, 256), heavy_tailed(6, 256) * 3]),
+        FORMATS["w4a8"],
+        moment_of(256),
+    )
+    q = clip_output(stack, fmt, moment)
+    for member, codes in zip(stack, q.codes, strict=True):
+        assert torch.equal(codes, clip_output(member, fmt, moment).codes)
+
+
+def test_moments_of_another_shape_are_refused() -> None:
+    with pytest.raises(HalfbyteError, match="does not fit"):
+        clip_output(heavy_tailed(4, 256), FORMATS["w4a8"], torch.eye(128))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.formats.grid import Ranges, choose_grid
-from halfbyte.formats.parallel import for_each
+from halfbyte.algorithms.grid_search import (
+    Measure,
+    least_error_grid,
+    output_error_of_tiles,
+    weight_error,
+)
+from halfbyte.formats.grid import Grid, Ranges, choose_grid
 from halfbyte.formats.quantize import encode
 from halfbyte.formats.quantized_tensor import QuantizedTensor
-from halfbyte.formats.ranges import as_float
-from halfbyte.formats.rounding import decode_tiles, encode_tiles_
 from halfbyte.formats.spec import TensorFormat
 from halfbyte.formats.tiles import Tiling
 
@@ -28,28 +31,36 @@ def clip_mse(weight: torch.Tensor, fmt: TensorFormat, *, elsewhere: float = 0.0)
     elsewhere: largest magnitude of the weights that share its outer scale per tensor (NVFP4).
     Errors: those of :func:`halfbyte.formats.quantize.quantize`.
     """
+    return encode(weight, fmt, clip_mse_grid(weight, fmt, elsewhere=elsewhere))
+
+
+def clip_mse_grid(weight: torch.Tensor, fmt: TensorFormat, *, elsewhere: float = 0.0) -> Grid:
+    """The grid of :func:`clip_mse`, for an algorithm that rounds by itself."""
+    return _best_grid(weight, fmt, weight_error, elsewhere)
+
+
+def clip_output(
+    weight: torch.Tensor, fmt: TensorFormat, moment: torch.Tensor, *, elsewhere: float = 0.0
+) -> QuantizedTensor:
+    """As :func:`clip_mse`, with the least squared output error in place of the weights'.
+
+    moment: mean of ``x x^T`` over the layer's inputs, ``[in, in]`` (``InputStatistics.moment``); a stack shares it.
+    Each tile is judged by its own block of the diagonal: no tile ends worse than with its whole range. Source: the
+    clip search of Lin et al., "AWQ: Activation-aware Weight Quantization", 2024, section 3.2 and its code.
+    Errors: those of :func:`halfbyte.formats.quantize.quantize`; a moment of another shape.
+    """
+    return encode(weight, fmt, clip_output_grid(weight, fmt, moment, elsewhere=elsewhere))
+
+
+def clip_output_grid(
+    weight: torch.Tensor, fmt: TensorFormat, moment: torch.Tensor, *, elsewhere: float = 0.0
+) -> Grid:
+    """The grid of :func:`clip_output`, for an algorithm that rounds by itself."""
+    measure = output_error_of_tiles(moment, Tiling.of(tuple(weight.shape), fmt))
+    return _best_grid(weight, fmt, measure, elsewhere)
+
+
+def _best_grid(weight: torch.Tensor, fmt: TensorFormat, measure: Measure, elsewhere: float) -> Grid:
     ranges = Ranges.of(weight, fmt, elsewhere)
-    return encode(weight, fmt, choose_grid(ranges, fmt, _best_ratios(weight, fmt, ranges)))
-
-
-def _best_ratios(weight: torch.Tensor, fmt: TensorFormat, ranges: Ranges) -> torch.Tensor:
-    """Ratio of each tile with the least squared error, fp32, shaped like the scales."""
-    tiling = Tiling.of(tuple(weight.shape), fmt)
-    tiles = tiling.tiles(as_float(weight))
     ratios = POWER_OF_TWO_RATIOS if fmt.scale == "e8m0" else RATIOS
-    grids = [choose_grid(ranges, fmt, ratio).per_tile(tiling) for ratio in ratios]
-    errors = torch.zeros(len(ratios), tiling.down, 1, tiling.across, 1, device=weight.device)
-
-    def try_all(chunks: list[tuple[slice, slice]]) -> None:
-        for down, rows in chunks:
-            values = tiles[down, rows].to(torch.float32)
-            for error, grid in zip(errors, grids, strict=True):
-                decoded = decode_tiles(encode_tiles_(values.clone(), fmt, grid[down]), fmt, grid[down])
-                error[down] += decoded.sub_(values).square_().sum((1, 3), keepdim=True)
-
-    for_each(try_all, tiling.bands(), weight.device)
-    best, chosen = errors[0], torch.full_like(errors[0], ratios[0])
-    for error, ratio in zip(errors[1:], ratios[1:], strict=True):
-        better = error < best
-        best, chosen = torch.where(better, error, best), chosen.masked_fill(better, ratio)
-    return chosen.reshape(fmt.scale_shape(weight.shape))
+    return least_error_grid(weight, fmt, [choose_grid(ranges, fmt, ratio) for ratio in ratios], measure)

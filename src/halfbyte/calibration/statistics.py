@@ -55,5 +55,8 @@ class InputMoments:
         """Means over all tokens so far; zeros if there was none."""
         share = 1.0 / max(self.tokens, 1)
         return InputStatistics(
-            self.tokens, (self._moment * share).float(), (self._magnitude * share).float(), self._absmax.clone()
+            self.tokens,
+            (self._moment * share).float(),
+            (self._magnitude * share).float(),
+            self._absmax.clone(),
         )

@@ -6,8 +6,9 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from halfbyte.checkpoint.model_config import CONFIG_FILE
 from halfbyte.checkpoint.shard_plan import Shard
@@ -38,6 +39,7 @@ _ABOUT_THE_SOURCE = {
     "hf_quant_config.json",
     "params.json",
 }
+_NOTES = ".notes.json"
 _COPIED_FOLDERS = ("additional_chat_templates",)
 
 
@@ -47,14 +49,18 @@ class OutputDirectory:
     A manifest in it names the run; only the same run resumes it. A lock keeps a second process out.
     """
 
-    def __init__(self, out: Path, *, overwrite: bool) -> None:
-        """Errors: ``out`` exists and ``overwrite`` is not given, or it is no checkpoint."""
+    def __init__(self, out: Path, *, overwrite: bool, keep_others: bool = False) -> None:
+        """keep_others: finished shards of another run are an error instead of being discarded.
+
+        Errors: ``out`` exists and ``overwrite`` is not given, or it is no checkpoint.
+        """
         if not out.name:
             raise HalfbyteError(
                 f"{str(out)!r} names no directory that could be written; accepted: a path with a name"
             )
         self.out = out
         self._overwrite = overwrite
+        self._keep_others = keep_others
         self.partial = out.with_name(out.name + ".partial")
         self.replaced = out.with_name(f".{out.name}.halfbyte-replaced")
         self.notes: list[str] = []
@@ -78,7 +84,8 @@ class OutputDirectory:
     def prepare(self, digest: str, shards: Sequence[Shard]) -> set[str]:
         """Create or take over the partial directory; names of the shards in it that are finished.
 
-        Errors: another process writes it; it holds files that halfbyte did not write.
+        Errors: another process writes it; it holds files that halfbyte did not write; finished shards of another
+        run that are to be kept.
         """
         finished: set[str] = set()
         self.partial.mkdir(parents=True, exist_ok=True)
@@ -90,6 +97,11 @@ class OutputDirectory:
                 self.notes.append(
                     f"resuming {self.partial}: {len(finished)} of {len(shards)} shards are finished"
                 )
+        elif manifest.exists() and self._keep_others and any(self.partial.glob("*.safetensors")):
+            raise HalfbyteError(
+                f"{self.partial}: holds finished work of another source, recipe, data or options; accepted: the same "
+                "command as before, another output, or that directory removed"
+            )
         elif manifest.exists():
             self.notes.append(
                 f"discarded {self.partial}: it was written for another source, recipe or options"
@@ -97,12 +109,31 @@ class OutputDirectory:
         elif any(self.partial.iterdir()):
             raise HalfbyteError(f"{self.partial}: exists and is no partial output of halfbyte; remove it")
         for file in self.partial.iterdir():
-            if file.name not in finished:
+            if file.name.removesuffix(_NOTES) not in finished:
                 _remove(file)
         write_synced(manifest, json.dumps({"plan": digest}).encode())
         sync_directory(self.partial)
         self._owned = True
         return finished
+
+    def write_notes(self, shard: str, content: Mapping[str, Any]) -> None:
+        """Keep something about a shard that is about to be finished, until :meth:`remove_notes`."""
+        write_synced(self.partial / (shard + _NOTES), json.dumps(content).encode())
+
+    def read_notes(self, shard: str) -> dict[str, Any]:
+        """What :meth:`write_notes` kept; empty if that is nothing. Errors: a damaged file."""
+        file = self.partial / (shard + _NOTES)
+        if not file.exists():
+            return {}
+        try:
+            return dict(json.loads(file.read_text()))
+        except ValueError as error:
+            raise HalfbyteError(f"{file}: is damaged ({error}); remove it and {shard} beside it") from None
+
+    def remove_notes(self) -> None:
+        """Before the directory becomes a checkpoint."""
+        for file in self.partial.glob("*" + _NOTES):
+            file.unlink()
 
     def copy_side_files(self, source: Path) -> None:
         """Copy what belongs to the model but is neither weights nor about the source's quantization.

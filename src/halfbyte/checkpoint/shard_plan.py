@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from halfbyte.checkpoint.discover import SINGLE_FILE
@@ -41,9 +41,12 @@ class Shard:
     size: int
 
 
-def plan_shards(entries: Sequence[Entry], shard_bytes: int) -> list[Shard]:
+def plan_shards(
+    entries: Sequence[Entry], shard_bytes: int, starts: Collection[str] = frozenset()
+) -> list[Shard]:
     """Shards of at most ``shard_bytes`` of data, filled in the order of ``entries`` (a tensor may be larger).
 
+    starts: names of entries that begin a new shard in any case, so that what lies between two is final together.
     Errors: no entries, a name twice, an unknown dtype.
     """
     names = [entry.name for entry in entries]
@@ -52,7 +55,7 @@ def plan_shards(entries: Sequence[Entry], shard_bytes: int) -> list[Shard]:
         raise HalfbyteError(f"tensor {twice!r} would be written twice")
     if unknown := next((entry for entry in entries if entry.dtype not in DTYPE_BITS), None):
         raise HalfbyteError(f"tensor {unknown.name!r}: dtype {unknown.dtype!r} is not known")
-    groups = list(_fill(entries, shard_bytes))
+    groups = list(_fill(entries, shard_bytes, starts))
     if not groups:
         raise HalfbyteError("there is no tensor to write")
     total = len(groups)
@@ -72,11 +75,11 @@ def plan_digest(shards: Sequence[Shard], fingerprint: str) -> str:
     return digest.hexdigest()
 
 
-def _fill(entries: Iterable[Entry], shard_bytes: int) -> Iterable[list[Entry]]:
+def _fill(entries: Iterable[Entry], shard_bytes: int, starts: Collection[str]) -> Iterable[list[Entry]]:
     group: list[Entry] = []
     size = 0
     for entry in entries:
-        if group and size + entry.nbytes > shard_bytes:
+        if group and (size + entry.nbytes > shard_bytes or entry.name in starts):
             yield group
             group, size = [], 0
         group.append(entry)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from halfbyte.checkpoint.discover import INDEX_FILE, listed
+from halfbyte.checkpoint.headers import TensorInfo, read_header
 from halfbyte.checkpoint.model_config import CONFIG_FILE
 from halfbyte.checkpoint.output_directory import (
     OutputDirectory,
@@ -44,16 +45,20 @@ class CheckpointWriter:
         *,
         overwrite: bool = False,
         shard_bytes: int = SHARD_BYTES,
+        starts: Collection[str] = frozenset(),
+        keep_others: bool = False,
         fingerprint: str,
     ) -> None:
         """Plans the shards and creates or resumes ``OUT.partial``.
 
+        starts: entries that begin a new shard (see :func:`plan_shards`). keep_others: finished shards of another
+        run are an error instead of being discarded.
         Errors: OUT exists without ``overwrite``; the disk has less room than the plan needs; a tensor twice.
         """
-        self._shards = plan_shards(entries, shard_bytes)
+        self._shards = plan_shards(entries, shard_bytes, starts)
         self._shard_of = {entry.name: shard for shard in self._shards for entry in shard.entries}
         self._entries = {entry.name: entry for entry in entries}
-        self._directory = OutputDirectory(Path(out), overwrite=overwrite)
+        self._directory = OutputDirectory(Path(out), overwrite=overwrite, keep_others=keep_others)
         self._open: dict[str, _OpenShard] = {}
         self._done: set[str] = set()
         self._finished = False
@@ -71,6 +76,27 @@ class CheckpointWriter:
     def missing(self) -> list[Entry]:
         """Entries not written yet, in plan order; on resume those of unfinished shards."""
         return list(self._missing.values())
+
+    @property
+    def folder(self) -> Path:
+        """Where everything is while it is written."""
+        return self._directory.partial
+
+    def finished(self) -> dict[str, TensorInfo]:
+        """The tensors of finished shards, as they lie in ``OUT.partial``."""
+        tensors: dict[str, TensorInfo] = {}
+        for file in sorted(self._done):
+            tensors.update(read_header(self._directory.partial / file)[0])
+        return tensors
+
+    def keep_notes(self, name: str, content: Mapping[str, Any]) -> None:
+        """Keep plain data about the shard of the entry ``name`` beside it, for a run that resumes this one."""
+        with self._one_line():
+            self._directory.write_notes(self._shard_of[name].file, content)
+
+    def kept_notes(self, name: str) -> dict[str, Any]:
+        """What :meth:`keep_notes` kept about the shard of the entry ``name``."""
+        return self._directory.read_notes(self._shard_of[name].file)
 
     def write(self, name: str, data: torch.Tensor | bytes | memoryview | Callable[[BinaryIO], None]) -> None:
         """Write one tensor: a tensor, its bytes, or a function that writes its bytes to the file it is given.
@@ -94,8 +120,15 @@ class CheckpointWriter:
                 del self._open[shard.file]
                 self._done.add(shard.file)
 
-    def finish(self, config: Mapping[str, Any], copy_from: Path | str) -> None:
+    def finish(
+        self,
+        config: Mapping[str, Any],
+        copy_from: Path | str,
+        documents: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
         """Write the index and ``config`` as config.json, copy side files of ``copy_from``, appear as OUT.
+
+        documents: further JSON files by name.
 
         Errors: tensors that were never written; OUT is ``copy_from``; a full disk.
         """
@@ -111,7 +144,10 @@ class CheckpointWriter:
                 write_json(
                     partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map}
                 )
+            for name, content in (documents or {}).items():
+                write_json(partial / name, content)
             write_json(partial / CONFIG_FILE, config)
+            self._directory.remove_notes()
             self._directory.publish()
         self._finished = True
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from halfbyte.cli import console
+from halfbyte.errors import HalfbyteError
+
+if TYPE_CHECKING:
+    from halfbyte.quantization.calibrated import Progress
 
 
 def quantize(
@@ -23,7 +27,40 @@ def quantize(
     ignore: Annotated[
         list[str] | None, typer.Option(help="Leave these alone: a name, re:<regex> or wildcards. Repeatable.")
     ] = None,
-    clip: Annotated[str | None, typer.Option(help="Ranges: none (cover the largest weight) or mse.")] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            help="Steps joined by +: rotation, smoothquant or awq, rtn or gptq. rtn without --data, awq+gptq with it."
+        ),
+    ] = None,
+    clip: Annotated[
+        str | None,
+        typer.Option(help="Ranges of least error: none, mse (of weights) or output (of layers, with data)."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Calibrate on this JSONL, parquet or text file or directory; 'default': built-in texts."
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Sequences to calibrate on.")] = 128,
+    length: Annotated[
+        str | None,
+        typer.Option(help="Tokens of a sequence, or several numbers with commas; 2048 by default."),
+    ] = None,
+    mask_role: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Messages of this role enter no statistic. Repeatable; system, developer and tool."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides which data is drawn.")] = 0,
+    activations: Annotated[
+        str, typer.Option(help="Where hidden states wait between blocks: memory or disk.")
+    ] = "memory",
+    device: Annotated[
+        str, typer.Option(help="Where blocks are calibrated: auto, cpu, cuda or cuda:N.")
+    ] = "auto",
     tp: Annotated[
         int, typer.Option(help="Tensor-parallel ranks that will serve it; checked beforehand.")
     ] = 1,
@@ -35,18 +72,21 @@ def quantize(
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Quantize MODEL into OUT without data, tensor by tensor.
+    """Quantize MODEL into OUT: tensor by tensor, or with --data block by block.
 
     What is not quantized is copied byte for byte. An interrupted run goes on when the same command is given
-    again.
+    again. With data, OUT/quantization_report.json says how far every layer's output moved.
 
-    Example: halfbyte quantize ./Llama-3.1-8B -o ./Llama-3.1-8B-w4a8 --scheme w4a8
+    Example: halfbyte quantize ./Llama-3.1-8B -o ./Llama-3.1-8B-w4a8 --scheme w4a8 --data default
     """
     from halfbyte import api
+    from halfbyte.calibration.masks import MASKED_ROLES
+    from halfbyte.calibration.request import CalibrationData
 
     started = time.monotonic()
     with ExitStack() as stack:
         advance: console.Advance | None = None
+        reached = 0.0
 
         def start(total: float) -> None:
             nonlocal advance
@@ -56,18 +96,39 @@ def quantize(
             assert advance is not None
             advance(done / 1e6, what)
 
+        def block(state: Progress) -> None:
+            nonlocal advance, reached
+            if advance is None:
+                advance = stack.enter_context(console.progress("quantize", 100, unit="%"))
+            advance(100 * (state.done - reached), _doing(state))
+            reached = state.done
+
+        calibration = None
+        if data is not None:
+            calibration = CalibrationData(
+                data,
+                samples=samples,
+                length=_lengths(length),
+                masked_roles=mask_role or MASKED_ROLES,
+                activations=activations,
+                seed=seed,
+            )
         result = api.quantize(
             model,
             out,
             scheme,
             recipe=recipe,
             ignore=ignore or (),
+            algorithm=algorithm,
             clip=clip,
+            data=calibration,
+            device=device,
             tp=tp,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
             on_start=start,
             on_progress=step,
+            on_block=block,
         )
     seconds = time.monotonic() - started
     if json_output:
@@ -89,3 +150,24 @@ def quantize(
         f"{result.written_bytes / 1e6:,.0f} MB in {seconds:.1f} s",
         highlight=False,
     )
+
+
+def _lengths(given: str | None) -> list[int] | None:
+    if given is None:
+        return None
+    try:
+        return [int(part) for part in given.split(",")]
+    except ValueError:
+        raise HalfbyteError(f"--length {given!r}; accepted: numbers of tokens, separated by commas") from None
+
+
+def _doing(state: Progress) -> str:
+    """One line: block, what is done with it, how fast or with which error."""
+    line = f"block {state.block}/{state.blocks} {state.doing}"
+    if state.tokens_per_s is not None:
+        line += f", {state.tokens_per_s:,.0f} tokens/s"
+    if state.module is not None:
+        line += f" {state.module.rpartition('.')[2]}"
+        if state.error is not None:
+            line += f", error {state.error:.3f}"
+    return line

@@ -11,6 +11,7 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -18,7 +19,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 class ConfigFields:
     """Sizes of the language model; none where config.json does not say.
 
-    expert_widths: sizes that the inputs of an expert may have (hidden, or a smaller latent size).
+    context: the longest sequence, in tokens. expert_widths: sizes that the inputs of an expert may have (hidden, or a smaller latent size).
     tied: what ``tie_word_embeddings`` says.
     """
 
@@ -30,6 +31,7 @@ class ConfigFields:
     kv_heads: int | None
     experts: int | None
     vocab: int | None
+    context: int | None
     expert_widths: frozenset[int]
     tied: bool | None
 
@@ -51,6 +53,7 @@ def read_config(config: Mapping[str, Any]) -> ConfigFields:
         kv_heads=_integer(text, _KV_HEADS) or heads,
         experts=_integer(text, _EXPERTS),
         vocab=_integer(text, ("vocab_size",)),
+        context=_integer(text, _CONTEXT),
         expert_widths=frozenset(width for width in widths if width),
         tied=tied if isinstance(tied, bool) else None,
     )

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from halfbyte.algorithms.clip import clip_mse
-from halfbyte.algorithms.rtn import rtn
 from halfbyte.checkpoint.detect import detect
 from halfbyte.checkpoint.output_directory import refuse_to_replace_source
 from halfbyte.checkpoint.quantization_config import quantization_config
-from halfbyte.checkpoint.quantized_weight import encode
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.describe import describe
-from halfbyte.models.layout import ModuleInfo
-from halfbyte.quantization.partners import PartnersAbsmax
 from halfbyte.quantization.plan import Copy, QuantizationPlan, Quantize, Step, make_plan
+from halfbyte.quantization.without_data import write_without_data
 from halfbyte.recipe import Recipe
 
 Progress = Callable[[float, str], None]
@@ -82,25 +74,11 @@ def run(
     with CheckpointWriter(
         out, plan.entries, overwrite=overwrite, shard_bytes=shard_bytes, fingerprint=plan.fingerprint
     ) as writer:
-        missing = {entry.name for entry in writer.missing()}
-        partners_absmax = PartnersAbsmax(checkpoint, plan.layout)
-        for step, weight in _with_weights(checkpoint, plan.steps, missing):
-            if isinstance(step, Copy):
-                if step.tensor in missing:
-                    writer.write(step.tensor, partial(checkpoint.copy_bytes, step.tensor))
-            elif weight is not None:
-                for name, tensor in _quantized(plan, step, weight, partners_absmax).items():
-                    if name in missing:
-                        writer.write(name, tensor)
+        for step in write_without_data(plan, plan.steps, writer):
             if progress:
-                progress(
-                    _source_bytes(plan, step), step.tensor if isinstance(step, Copy) else step.module.name
-                )
-        writer.finish(_config(plan), checkpoint.path)
-        notes = [*writer.notes, *plan.assignment.notes]
-    notes += [
-        f"{finding.where}: {finding.message}" for finding in plan.findings if finding.level == "warning"
-    ]
+                progress(_source_bytes(plan, step), step_name(step))
+        writer.finish(output_config(plan), checkpoint.path)
+        notes = [*writer.notes, *plan_notes(plan)]
     return QuantizationResult(
         out=Path(out),
         modules=sum(isinstance(step, Quantize) for step in plan.steps),
@@ -108,6 +86,17 @@ def run(
         written_bytes=sum(entry.nbytes for entry in plan.entries),
         notes=notes,
     )
+
+
+def plan_notes(plan: QuantizationPlan) -> list[str]:
+    """What a person should know about a plan: smaller groups, preflight's warnings."""
+    warnings = [finding for finding in plan.findings if finding.level == "warning"]
+    return [*plan.assignment.notes, *(f"{finding.where}: {finding.message}" for finding in warnings)]
+
+
+def step_name(step: Step) -> str:
+    """The tensor or module that a step is about."""
+    return step.tensor if isinstance(step, Copy) else step.module.name
 
 
 def source_bytes(plan: QuantizationPlan) -> int:
@@ -123,59 +112,8 @@ def _source_bytes(plan: QuantizationPlan, step: Step) -> float:
     return stored.nbytes * math.prod(step.module.shape) / math.prod(stored.shape)
 
 
-def _with_weights(
-    checkpoint: Checkpoint, steps: Sequence[Step], missing: set[str]
-) -> Iterator[tuple[Step, torch.Tensor | None]]:
-    """Steps with the weight of those that need one; the next weight is read while this one is worked on."""
-
-    def wanted(step: Step) -> bool:
-        return isinstance(step, Quantize) and any(entry.name in missing for entry in step.entries)
-
-    upcoming = iter([step for step in steps if wanted(step)])
-    with ThreadPoolExecutor(max_workers=1) as reader:
-
-        def read_next() -> Future[torch.Tensor] | None:
-            step = next(upcoming, None)
-            return (
-                reader.submit(checkpoint.load_source, step.module.source)
-                if isinstance(step, Quantize)
-                else None
-            )
-
-        ahead = read_next()
-        for step in steps:
-            if wanted(step):
-                assert ahead is not None
-                weight = ahead.result()
-                ahead = read_next()
-                yield step, weight
-                del weight
-            else:
-                yield step, None
-
-
-def _quantized(
-    plan: QuantizationPlan,
-    step: Quantize,
-    weight: torch.Tensor,
-    partners_absmax: Callable[[ModuleInfo], float],
-) -> dict[str, torch.Tensor]:
-    """The stored tensors of one module."""
-    dtype = plan.checkpoint.model_dtype
-    number_format = step.scheme.weights.with_scale(dtype)
-    algorithm = clip_mse if plan.assignment.clips[step.module.name] == "mse" else rtn
-    shared = number_format.outer == "tensor" and step.module.fused_group is not None
-    try:
-        quantized = algorithm(
-            weight, number_format, elsewhere=partners_absmax(step.module) if shared else 0.0
-        )
-    except HalfbyteError as error:
-        stored = plan.checkpoint.info(step.module.source.tensor)
-        raise type(error)(f"{stored.file}: {stored.name}: {error}") from None
-    return encode(step.module.name, step.scheme, quantized, dtype)
-
-
-def _config(plan: QuantizationPlan) -> dict[str, Any]:
+def output_config(plan: QuantizationPlan) -> dict[str, Any]:
+    """config.json of what is written."""
     return {
         **plan.checkpoint.config,
         "quantization_config": quantization_config(plan.assignment.schemes, plan.layout),

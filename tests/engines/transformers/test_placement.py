@@ -6,39 +6,11 @@ import pytest
 import torch
 
 from halfbyte.api import evaluate, load, quantize
-from halfbyte.engines.transformers.placement import device_named, placed_on, target_device
+from halfbyte.engines.transformers.placement import placed_on, target_device
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.registry import KERNELS
 from halfbyte.layers.linear import QuantLinear
 from tests.tiny import tiny_model
-
-HAS_GPU = torch.cuda.is_available()
-
-
-@pytest.mark.parametrize("name", ["cpu", torch.device("cpu"), "cpu:0"], ids=repr)
-def test_the_cpu(name: torch.device | str) -> None:
-    assert device_named(name) == torch.device("cpu")
-
-
-def test_a_gpu_only_if_there_is_one() -> None:
-    assert device_named("auto").type == ("cuda" if HAS_GPU else "cpu")
-
-
-@pytest.mark.parametrize(
-    "name", ["", "gpu", "mps", "meta", "cuda:", "cuda:-1", "cuda:x", torch.device("meta")], ids=repr
-)
-def test_devices_that_are_none(name: torch.device | str) -> None:
-    with pytest.raises(HalfbyteError, match=r"^device '.*' is not known; accepted: auto, cpu, cuda, cuda:N$"):
-        device_named(name)
-
-
-@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
-@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:7", torch.device("cuda")], ids=repr)
-def test_no_gpu(name: torch.device | str) -> None:
-    with pytest.raises(
-        HalfbyteError, match=r"^device 'cuda.*': torch .* finds no CUDA GPU; accepted: cpu, auto$"
-    ):
-        device_named(name)
 
 
 def test_a_device_is_asked_for_before_anything_is_read(tmp_path: Path) -> None:
@@ -51,15 +23,6 @@ def test_a_target_only_within_its_context() -> None:
     with placed_on(torch.device("cpu")):
         assert target_device() == torch.device("cpu")
     assert target_device() is None
-
-
-@pytest.mark.gpu
-def test_a_gpu_by_its_number() -> None:
-    last = torch.cuda.device_count() - 1
-    assert device_named(f"cuda:{last}") == torch.device("cuda", last)
-    assert device_named("cuda") == device_named("auto") == torch.device("cuda", torch.cuda.current_device())
-    with pytest.raises(HalfbyteError, match=rf"^device 'cuda:{last + 1}' is not there; accepted: cuda:0"):
-        device_named(f"cuda:{last + 1}")
 
 
 @pytest.mark.gpu

@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from halfbyte.checkpoint.reader import Checkpoint
+from halfbyte.devices import device_named
 from halfbyte.engines.transformers.fusion import fuse_on_gpu
-from halfbyte.engines.transformers.placement import device_named, placed_on
+from halfbyte.engines.transformers.placement import placed_on
 from halfbyte.engines.transformers.registration import registered
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.registry import forced_kernel

@@ -8,37 +8,7 @@ from contextvars import ContextVar
 
 import torch
 
-from halfbyte.errors import HalfbyteError
-
 _target: ContextVar[torch.device | None] = ContextVar("device to load to", default=None)
-
-
-def device_named(name: torch.device | str) -> torch.device:
-    """``cpu``, ``cuda`` (the current GPU), ``cuda:N``, or ``auto``: a GPU if there is one.
-
-    Errors: another name; a GPU that is not there.
-    """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto":
-        name = "cuda" if gpus else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise HalfbyteError(f"device {str(name)!r} is not known; accepted: auto, cpu, cuda, cuda:N")
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if not gpus:
-        raise HalfbyteError(
-            f"device {str(name)!r}: torch {torch.__version__} finds no CUDA GPU; accepted: cpu, auto"
-        )
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= gpus:
-        raise HalfbyteError(
-            f"device {str(name)!r} is not there; accepted: {', '.join(f'cuda:{i}' for i in range(gpus))}"
-        )
-    return torch.device("cuda", index)
 
 
 @contextmanager

@@ -1,9 +1,4 @@
-"""A block whose group scales are FP8: what vLLM's CUTLASS W4A8 kernel computes with, for FP8 products.
-
-A bfloat16 scale of group g and channel n becomes ``channel[n] * group[n, g]``: group scales are quantized to E4M3 per
-channel as activations are per token, divided by 8 (rounded to E4M3 again), and the channel's fp32 scale is multiplied
-by 8. A weight is ``e4m3(code * group)``: products are rounded. (vLLM 0.26, ``convert_bf16_scales_to_fp8`` and
-``csrc/.../cutlass_w4a8``.)
+"""A block whose group scales are FP8: what vLLM's CUTLASS W4A8 kernel computes with (:mod:`vllm_scales`).
 
 A block keeps the groups' scales as E4M3 bytes, and codes as nibbles in two's complement, of which the kernel makes
 multiples by tables. With t = 32 w + 4 r + q, thread t's word p of k-step s (as in :mod:`w4a8_codes`) has rows 16 w + r
@@ -14,27 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from halfbyte.formats.activations import quantize_activations
-from halfbyte.formats.floats import encode_float8
-from halfbyte.formats.spec import ActivationFormat
+from halfbyte.formats.vllm_scales import GROUP_SIZE
+from halfbyte.formats.vllm_scales import rounded_weight as rounded_weight
+from halfbyte.formats.vllm_scales import split_scales as split_scales
 from halfbyte.kernels.hopper.blocks import CODE_BYTES, INPUTS, ROWS, BlockFormat
 
-FORMAT = BlockFormat(128, torch.uint8)
-
-_DIVISOR = 8  # what the largest group scale leaves room for: its product with -8
-
-
-def split_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bfloat16 ``[N, groups]`` as group scales, E4M3 ``[N, groups]``, and channel scales, fp32 ``[N]``."""
-    groups, channels = quantize_activations(scales, ActivationFormat("e4m3", "token"))
-    return encode_float8(groups.float() / _DIVISOR, "e4m3"), channels[:, 0] * _DIVISOR
-
-
-def rounded_weight(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The weight that is multiplied, fp32 ``[N, K]``, from codes int8 and bfloat16 scales of groups of 128."""
-    groups, channels = split_scales(scales)
-    products = codes.float() * groups.float().repeat_interleave(FORMAT.group_size, 1)[:, : codes.shape[1]]
-    return encode_float8(products, "e4m3").float() * channels.unsqueeze(1)
+FORMAT = BlockFormat(GROUP_SIZE, torch.uint8)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:

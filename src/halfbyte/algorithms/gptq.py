@@ -1,0 +1,107 @@
+"""GPTQ: inputs are rounded one after the other, and those left make good for the errors so far."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from halfbyte.algorithms.feedback import Feedback
+from halfbyte.errors import HalfbyteError
+from halfbyte.formats.columns import ColumnRounding, Rounding, take_columns
+from halfbyte.formats.grid import Grid, Ranges, choose_grid
+from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.formats.ranges import as_float
+from halfbyte.formats.spec import TensorFormat
+
+
+@dataclass(frozen=True)
+class GptqResult:
+    """quantized: codes in the weight's own order of columns.
+
+    damping: used for each member of the weight's leading axes (row-major; one for a plain weight), as a share of the
+    mean of the moment's diagonal; none where a member fell back to rounding to nearest on the same grid.
+    fallback: why each one did, none for those that did not.
+    """
+
+    quantized: QuantizedTensor
+    damping: tuple[float | None, ...]
+    fallback: tuple[str | None, ...]
+
+
+def gptq(
+    weight: torch.Tensor,
+    fmt: TensorFormat,
+    moment: torch.Tensor,
+    *,
+    grid: Grid | None = None,
+    rounding: Rounding | None = None,
+    damping: float = 0.01,
+    block: int = 128,
+    elsewhere: float = 0.0,
+) -> GptqResult:
+    """A finite weight ``[..., out, in]`` in ``fmt`` with a small error of the layer's output.
+
+    Source: Frantar et al., "GPTQ", 2023, algorithm 1, with inputs in descending order of their second moment and all
+    scales fixed beforehand (so that the order never shows). It is computed in the form of LDLQ (Chee et al., "QuIP",
+    2023, theorem 6: the same result), which needs no inverse: input k's weight is rounded after adding the errors of
+    those before it, each times its share in :class:`Feedback`. Inputs that were always zero are rounded to nearest.
+
+    moment: mean (or any multiple) of x x^T, fp32 ``[..., in, in]``, or ``[in, in]`` for all members of a stack.
+    grid: what to round onto; that of :func:`halfbyte.formats.quantize.quantize` if none.
+    rounding: rounds in another way than to nearest on a grid, and holds the grid that is stored; excludes ``grid``.
+    damping: added to the diagonal, as a share of its mean; raised tenfold up to 1 where Cholesky's factors cannot be
+        had. After that, or if the moment is zero or not finite, a member falls back to rounding to nearest.
+    block: columns between two updates of all others; no influence on the result but for the last bits of sums.
+    elsewhere: largest magnitude of other weights that share the outer scale per tensor.
+    Rows do not know of each other: layers that read the same inputs can be quantized as one. Stacks equal their
+    members. Errors: those of ``quantize``, a moment of another shape, negative damping, a block below 1.
+    """
+    weight = as_float(weight)
+    *lead, _, size = weight.shape
+    if list(moment.shape) not in ([size, size], [*lead, size, size]):
+        raise HalfbyteError(
+            f"a moment {list(moment.shape)} does not fit a weight {list(weight.shape)}; "
+            f"accepted: {[size, size]} or {[*lead, size, size]}"
+        )
+    if block < 1:
+        raise HalfbyteError(f"blocks of {block} columns cannot be used; accepted: 1 and more")
+    if rounding is None:
+        grid = choose_grid(Ranges.of(weight, fmt, elsewhere), fmt) if grid is None else grid
+        rounding = ColumnRounding.of(fmt, grid, weight.shape)
+    elif grid is not None:
+        raise HalfbyteError("a rounding holds its own grid; accepted: a grid or a rounding, not both")
+    feedback = Feedback.of(moment, damping)
+    codes = _round_in_order(weight, rounding, feedback, block)
+    stored = rounding.grid
+    shared = math.prod(lead) // len(feedback.damping)
+    return GptqResult(
+        QuantizedTensor(fmt, codes, stored.scales, stored.zero_points, stored.outer_scales),
+        feedback.damping * shared,
+        feedback.fallback * shared,
+    )
+
+
+def _round_in_order(weight: torch.Tensor, rounding: Rounding, feedback: Feedback, block: int) -> torch.Tensor:
+    """Codes ``[..., out, in]``, in the weight's own order."""
+    errors = torch.empty(weight.shape, dtype=torch.float64, device=weight.device)
+    parts = []
+    for start in range(0, weight.shape[-1], block):
+        stop = min(start + block, weight.shape[-1])
+        inputs = feedback.order[..., start:stop]
+        columns = rounding.at(inputs)
+        left = take_columns(weight, inputs).float()
+        # In float64: a product's order of sums depends on the number of rows, which must not show.
+        taken_over = errors[..., :start] @ feedback.factors[..., :start, start:stop]
+        values = left + taken_over.float()
+        shares = feedback.factors[..., start:stop, start:stop].float()
+        for i, column in enumerate(columns.each()):
+            _, decoded = column.round(values[..., i : i + 1])
+            error = left[..., i : i + 1].sub_(decoded)
+            values[..., i + 1 :].addcmul_(error, shares[..., i : i + 1, i + 1 :])
+        errors[..., start:stop] = left
+        parts.append(columns.round(values)[0])
+    codes = torch.cat(parts, -1)
+    in_place = take_columns(codes.view(torch.uint8), feedback.order.argsort(-1))
+    return in_place.view(codes.dtype)

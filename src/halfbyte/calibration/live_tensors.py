@@ -1,0 +1,112 @@
+"""Parameters that come into memory when they are needed and leave it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from halfbyte.calibration.places import Places, view_at
+from halfbyte.errors import HalfbyteError
+from halfbyte.models.layout import WeightSource
+
+_READABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class TensorSource(Protocol):
+    """What a model is calibrated from: a checkpoint, or one whose tensors are changed as they are read."""
+
+    @property
+    def path(self) -> Path:
+        """Directory, for messages."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Content of config.json."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Stored tensor name -> shape."""
+
+    def load(self, name: str) -> torch.Tensor:
+        """One stored tensor, on the CPU."""
+
+
+class LiveTensors:
+    """The parameters and persistent buffers of ``model``, each either on the meta device or loaded."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        source: TensorSource,
+        places: Places,
+        dtypes: Mapping[str, torch.dtype],
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._source = source
+        self._places = places
+        self._dtypes = dtypes
+        self._device = device
+        self._stored: dict[str, list[str]] = {}
+        for name, place in places.tensors.items():
+            self._stored.setdefault(place.tensor, []).append(name)
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters and persistent buffers that the checkpoint fills, by itself or by a tie."""
+        return [*self._stored, *self._places.ties]
+
+    def load(self, names: Iterable[str]) -> None:
+        """Fills the parameters ``names``; those already in memory stay as they are."""
+        for name in names:
+            if not self._entry(name).is_meta:
+                continue
+            origin = self._places.ties.get(name)
+            if origin is None:
+                self._put(name, self._read(name))
+            else:
+                self.load([origin])
+                self._put(name, self._entry(origin))
+
+    def release(self, names: Iterable[str]) -> None:
+        """Back to the meta device; changes since loading are lost."""
+        for name in names:
+            self._put(name, torch.empty_like(self._entry(name), device="meta"))
+
+    def stored(self, name: str) -> torch.Tensor:
+        """The live values of the stored tensor ``name``, which must be loaded; shares the model's memory."""
+        return self.view(self._places.tensors[name])
+
+    def view(self, place: WeightSource) -> torch.Tensor:
+        """The live values at ``place``; shares the model's memory."""
+        return view_at(self._entry(place.tensor), place)
+
+    def _read(self, name: str) -> torch.Tensor:
+        shape = self._entry(name).shape
+        entry = torch.empty(shape, dtype=self._dtypes[name], device=self._device)
+        for stored in self._stored[name]:
+            values = self._source.load(stored)
+            if entry.is_floating_point() and values.dtype not in _READABLE:
+                raise HalfbyteError(
+                    f"{self._source.path}: {stored} is stored as {values.dtype}; accepted for calibration: "
+                    f"{', '.join(map(str, _READABLE))}"
+                )
+            view_at(entry, self._places.tensors[stored]).copy_(values)
+        return entry
+
+    def _entry(self, name: str) -> torch.Tensor:
+        owner, _, leaf = name.rpartition(".")
+        return getattr(self._model.get_submodule(owner), leaf).detach()
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        owner, _, leaf = name.rpartition(".")
+        module = self._model.get_submodule(owner)
+        if leaf in module._parameters:
+            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[leaf] = tensor

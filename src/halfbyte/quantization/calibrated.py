@@ -1,0 +1,254 @@
+"""A calibrated run: block by block through the model, each block final on disk before the next one begins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from halfbyte.calibration.activations import ActivationStore, DiskStore, MemoryStore
+from halfbyte.calibration.blocks import BlockModel
+from halfbyte.calibration.loaded_block import LoadedBlock
+from halfbyte.calibration.loaded_block import Sample as BlockSample
+from halfbyte.calibration.samples import CalibrationSet
+from halfbyte.checkpoint.output_directory import refuse_to_replace_source
+from halfbyte.checkpoint.quantized_weight import decode, encode
+from halfbyte.checkpoint.reader import Checkpoint
+from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
+from halfbyte.formats.quantize import dequantize
+from halfbyte.models.folding import Fold, find_folds
+from halfbyte.models.producers import NormProducer
+from halfbyte.quantization.block_plan import BlockPlan, by_block, fingerprint, first_entry, quantize_steps
+from halfbyte.quantization.block_step import QuantizedBlock, quantize_block
+from halfbyte.quantization.job import QuantizationResult, output_config, plan_notes, source_bytes
+from halfbyte.quantization.plan import Copy, QuantizationPlan, Step
+from halfbyte.quantization.report import REPORT_FILE, BlockReport, run_report
+from halfbyte.quantization.without_data import write_without_data
+
+
+@dataclass(frozen=True)
+class Progress:
+    """done: share of the whole run, 0 to 1. block: its number from one, of blocks. module, error: quantized last, and
+    its relative output error. tokens_per_s: through the block at present."""
+
+    done: float
+    block: int
+    blocks: int
+    doing: str
+    module: str | None = None
+    error: float | None = None
+    tokens_per_s: float | None = None
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def run_calibrated(
+    plan: QuantizationPlan,
+    out: Path | str,
+    data: CalibrationSet,
+    *,
+    device: torch.device | str = "cpu",
+    activations: str = "memory",
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    on_progress: OnProgress | None = None,
+) -> QuantizationResult:
+    """Write the planned checkpoint, quantized with what its layers see of ``data``.
+
+    Every block sees what the quantized blocks before it put out. Memory: one block, the moments of its inputs, and
+    hidden states of all samples, which ``activations`` keeps in ``memory`` or on ``disk``.
+    A run that was interrupted goes on after its last finished block, and gives the same bytes.
+    Errors: NaN or Inf in a weight or a block's output; a full disk; ``out`` exists without ``overwrite``; unfinished
+    work of another run in its place.
+    """
+    checkpoint = plan.checkpoint
+    for source in {checkpoint.path, *(info.file for info in checkpoint.tensors.values())}:
+        refuse_to_replace_source(Path(out), source)
+    model = BlockModel.open(checkpoint, plan.layout, device=device)
+    blocks = by_block(plan, model)
+    identity = fingerprint(plan, data.samples, torch.device(device).type, str(model.dtype))
+    with CheckpointWriter(
+        out,
+        blocks.entries,
+        overwrite=overwrite,
+        shard_bytes=shard_bytes,
+        starts=blocks.starts,
+        keep_others=True,
+        fingerprint=identity,
+    ) as writer:
+        for _ in write_without_data(plan, blocks.outside, writer):
+            pass
+        store: ActivationStore = MemoryStore() if activations == "memory" else DiskStore(writer.folder)
+        try:
+            run = _Run(plan, blocks, model, data, store, writer, on_progress)
+            reports = list(run.all_blocks())
+        finally:
+            store.close()
+        notes = [*writer.notes, *plan_notes(plan), *data.report.notes, *run.notes]
+        document = run_report(plan.recipe.to_dict(), data.report.to_dict(), reports, notes)
+        writer.finish(output_config(plan), checkpoint.path, {REPORT_FILE: document})
+    fallbacks = document["totals"]["fallbacks"]
+    notes += [f"{name}: rounded to nearest ({why})" for name, why in fallbacks.items()]
+    return QuantizationResult(
+        out=Path(out),
+        modules=len(quantize_steps(plan.steps)),
+        source_bytes=source_bytes(plan),
+        written_bytes=sum(entry.nbytes for entry in plan.entries),
+        notes=notes,
+    )
+
+
+class _Run:
+    """The walk through the blocks, of which some may be finished already."""
+
+    def __init__(
+        self,
+        plan: QuantizationPlan,
+        blocks: BlockPlan,
+        model: BlockModel,
+        data: CalibrationSet,
+        store: ActivationStore,
+        writer: CheckpointWriter,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._plan = plan
+        self._blocks = blocks
+        self._model = model
+        self._data = data
+        self._store = store
+        self._writer = writer
+        self._on_progress = on_progress
+        self._missing = {entry.name for entry in writer.missing()}
+        self._modules = {module.name: module for module in plan.layout.modules}
+        found = find_folds(plan.layout, plan.checkpoint.shapes, plan.checkpoint.config)
+        self._folds = found.folds
+        self.notes = _unscaled(plan, found.left_out)
+
+    def all_blocks(self) -> Iterator[BlockReport]:
+        """Every block's report; those that were not finished are quantized and written."""
+        unfinished = [index for index, steps in enumerate(self._blocks.blocks) if self._is_missing(steps)]
+        last = max(unfinished, default=-1)
+        if last >= 0:
+            self._enter()
+        for index, steps in enumerate(self._blocks.blocks):
+            if index in unfinished:
+                yield self._quantize(index, steps, forward=index < last)
+            else:
+                if index < last:
+                    self._pass_through(index, steps)
+                yield BlockReport.from_dict(self._writer.kept_notes(first_entry(steps)))
+
+    def _is_missing(self, steps: Sequence[Step]) -> bool:
+        return any(entry.name in self._missing for step in steps for entry in step.entries)
+
+    def _enter(self) -> None:
+        for sample in self._data.samples:
+            self._store.append(self._model.enter(sample.ids[None]))
+
+    def _quantize(self, index: int, steps: Sequence[Step], *, forward: bool) -> BlockReport:
+        quantized = quantize_steps(steps)
+        methods = self._plan.assignment.methods
+        watched = [step.module.name for step in quantized if methods[step.module.name].needs_data]
+        with self._model.block(index) as block:
+            observation = block.observe(watched, self._samples(index, "observing"))
+            result = quantize_block(
+                block,
+                quantized,
+                observation,
+                methods=methods,
+                folds=[fold for fold in self._folds if _is_inside(fold, block)],
+                modules=self._modules,
+                load=self._plan.checkpoint.load,
+                dtype=self._plan.checkpoint.model_dtype,
+                on_module=lambda name, error: self._say(index, 1 / 3, "quantizing", name, error),
+            )
+            self._write(steps, result)
+            if forward:
+                self._forward(index, block)
+        return result.report
+
+    def _write(self, steps: Sequence[Step], result: QuantizedBlock) -> None:
+        """The report goes first: a finished shard has it beside it, whenever the run ends."""
+        dtype = self._plan.checkpoint.model_dtype
+        self._writer.keep_notes(first_entry(steps), result.report.to_dict())
+        for step in steps:
+            if isinstance(step, Copy):
+                changed = result.changed.get(step.tensor)
+                content = (
+                    partial(self._plan.checkpoint.copy_bytes, step.tensor) if changed is None else changed
+                )
+                self._writer.write(step.tensor, content)
+            else:
+                name = step.module.name
+                for tensor, stored in encode(name, step.scheme, result.quantized[name], dtype).items():
+                    self._writer.write(tensor, stored)
+
+    def _pass_through(self, index: int, steps: Sequence[Step]) -> None:
+        """Runs a block as it was written, so that the next one sees the same as if this run had written it."""
+        written = Checkpoint(self._writer.folder, {}, self._writer.finished())
+        with self._model.block(index) as block:
+            for step in steps:
+                if isinstance(step, Copy):
+                    if step.tensor in block.tensors:
+                        block.put_parameter(step.tensor, written.load(step.tensor))
+                else:
+                    name = step.module.name
+                    stored = {entry.name: written.load(entry.name) for entry in step.entries}
+                    block.put(name, dequantize(decode(name, step.scheme, stored)))
+            self._forward(index, block)
+
+    def _forward(self, index: int, block: LoadedBlock) -> None:
+        for number, sample in enumerate(self._samples(index, "running", 2 / 3)):
+            self._store.replace(number, block.run(sample.hidden, sample.ids, sample=sample.name))
+
+    def _samples(self, index: int, doing: str, begun: float = 0.0) -> Iterator[BlockSample]:
+        """The samples as they enter block ``index``, with progress through a third of its work."""
+        started, tokens = time.monotonic(), 0
+        count = len(self._data.samples)
+        for number, sample in enumerate(self._data.samples):
+            yield BlockSample(
+                self._store.read(number), sample.ids[None], f"sample {number + 1} of {count}", sample.counts
+            )
+            tokens += len(sample.ids)
+            pace = tokens / max(time.monotonic() - started, 1e-9)
+            self._say(index, begun + (number + 1) / count / 3, doing, tokens_per_s=pace)
+
+    def _say(
+        self,
+        index: int,
+        share: float,
+        doing: str,
+        module: str | None = None,
+        error: float | None = None,
+        tokens_per_s: float | None = None,
+    ) -> None:
+        if self._on_progress:
+            blocks = len(self._blocks.blocks)
+            self._on_progress(
+                Progress((index + share) / blocks, index + 1, blocks, doing, module, error, tokens_per_s)
+            )
+
+
+def _is_inside(fold: Fold, block: LoadedBlock) -> bool:
+    producer = fold.producer
+    absorbed = (
+        producer.weight in block.tensors
+        if isinstance(producer, NormProducer)
+        else producer.module in block.modules
+    )
+    return absorbed and all(name in block.modules for name in fold.consumers)
+
+
+def _unscaled(plan: QuantizationPlan, left_out: Mapping[str, str]) -> list[str]:
+    """One line for each reason why modules whose inputs should be scaled are not."""
+    methods = plan.assignment.methods
+    reasons: dict[str, int] = {}
+    for name, why in left_out.items():
+        if name in methods and methods[name].scaling:
+            reasons[why] = reasons.get(why, 0) + 1
+    return [f"{count} modules keep the scale of their inputs: {why}" for why, count in reasons.items()]

@@ -1,0 +1,92 @@
+"""What a calibrated run says about every module it quantized: ``quantization_report.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+REPORT_FILE = "quantization_report.json"
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """How one weight was quantized, and what that does to the layer's outputs.
+
+    tokens: tokens of the statistics, 0 without. error_rtn, error: size of the output's error over that of the
+    output, of round to nearest and of what was written; none without statistics. scale_min, scale_max: of the
+    written group scales (times outer scales). narrowed: share of the ranges that were narrowed, none without clipping.
+    scaling: how uneven its input channels were scaled, largest over smallest; none if not at all.
+    damping: GPTQ's, as a share of the mean of the moment's diagonal. fallback: why it was rounded to nearest instead.
+    """
+
+    module: str
+    scheme: str
+    method: str
+    shape: tuple[int, int]
+    group_size: int | None
+    tokens: int
+    error_rtn: float | None
+    error: float | None
+    scale_min: float
+    scale_max: float
+    narrowed: float | None = None
+    scaling: float | None = None
+    damping: float | None = None
+    fallback: str | None = None
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> ModuleReport:
+        """The inverse of ``asdict``, through JSON."""
+        return cls(**{**plain, "shape": tuple(plain["shape"])})
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """The modules of one block, and how many counted tokens the router gave each expert, by the experts' name."""
+
+    block: str
+    modules: tuple[ModuleReport, ...]
+    routed_tokens: Mapping[str, list[int]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> BlockReport:
+        """The inverse of :meth:`to_dict`, through JSON."""
+        return cls(
+            plain["block"],
+            tuple(ModuleReport.from_dict(module) for module in plain["modules"]),
+            dict(plain["routed_tokens"]),
+            tuple(plain["notes"]),
+        )
+
+
+def run_report(
+    recipe: Mapping[str, Any],
+    data: Mapping[str, Any] | None,
+    blocks: Iterable[BlockReport],
+    notes: Iterable[str],
+) -> dict[str, Any]:
+    """The whole document: the recipe, what the data was, the totals, then block by block."""
+    blocks = list(blocks)
+    modules = [module for block in blocks for module in block.modules]
+    return {
+        "recipe": dict(recipe),
+        "data": None if data is None else dict(data),
+        "notes": list(notes),
+        "totals": {
+            "modules": len(modules),
+            "error_rtn": _mean(module.error_rtn for module in modules),
+            "error": _mean(module.error for module in modules),
+            "fallbacks": {module.module: module.fallback for module in modules if module.fallback},
+        },
+        "blocks": [block.to_dict() for block in blocks],
+    }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

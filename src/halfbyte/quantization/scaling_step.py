@@ -1,0 +1,101 @@
+"""Scales that move between the tensors of a block before anything is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from halfbyte.algorithms.awq import awq_scales
+from halfbyte.algorithms.fold import fold_scales_, folded_statistics
+from halfbyte.algorithms.shared_columns import SharedColumns
+from halfbyte.algorithms.smoothquant import smoothquant_scales
+from halfbyte.calibration.statistics import InputStatistics
+from halfbyte.formats.spec import TensorFormat
+from halfbyte.method import Method
+from halfbyte.models.folding import Fold
+from halfbyte.models.layout import ModuleInfo, WeightSource
+from halfbyte.models.producers import NormProducer
+
+
+@dataclass
+class BlockTensors:
+    """The weights of a block while scales are folded into them.
+
+    quantized: fp32 ``[out, in]``, by module, of those that will be quantized. stored: other tensors of the block as
+    they are stored, loaded when they are first asked for; changed: names of those that no longer are what they were.
+    """
+
+    modules: Mapping[str, ModuleInfo]
+    quantized: dict[str, torch.Tensor]
+    load: Callable[[str], torch.Tensor]
+    stored: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def fold(self, fold: Fold, scales: torch.Tensor) -> torch.Tensor:
+        """Applies ``fold``; the scales that took effect (see :func:`fold_scales_`)."""
+        tensors = dict(self.quantized)
+        sources = {name: WeightSource(name) for name in self.quantized}
+        for name in (*fold.consumers, *self._producer_modules(fold)):
+            if name not in self.quantized:
+                sources[name] = self.modules[name].source
+                tensors[sources[name].tensor] = self._stored(sources[name].tensor)
+        for name in self._producer_tensors(fold):
+            tensors[name] = self._stored(name)
+        return fold_scales_(tensors, sources, fold, scales)
+
+    def _stored(self, name: str) -> torch.Tensor:
+        if name not in self.stored:
+            self.stored[name] = self.load(name)
+        return self.stored[name]
+
+    @staticmethod
+    def _producer_modules(fold: Fold) -> tuple[str, ...]:
+        return () if isinstance(fold.producer, NormProducer) else (fold.producer.module,)
+
+    @staticmethod
+    def _producer_tensors(fold: Fold) -> list[str]:
+        producer = fold.producer
+        names = [producer.weight, producer.bias] if isinstance(producer, NormProducer) else [producer.bias]
+        return [name for name in names if name is not None]
+
+
+def scale_inputs(
+    folds: Sequence[Fold],
+    tensors: BlockTensors,
+    formats: Mapping[str, TensorFormat],
+    methods: Mapping[str, Method],
+    statistics: dict[str, InputStatistics],
+) -> dict[str, float]:
+    """Finds and folds the scales that the methods ask for; ``statistics`` (by module) become those after it.
+
+    Returns: module -> largest over smallest scale of its inputs, for those whose inputs were scaled.
+    """
+    spreads: dict[str, float] = {}
+    for fold in folds:
+        meant = [
+            name
+            for name in fold.consumers
+            if name in methods and methods[name].scaling and name in statistics
+        ]
+        if not meant:
+            continue
+        shared = SharedColumns(fold.width, fold.repeats)
+        # All that reads one producer has the same inputs, so the first module's statistics are everyone's.
+        seen = statistics[meant[0]]
+        weights = [tensors.quantized[name] for name in meant]
+        if methods[meant[0]].scaling == "awq":
+            found = awq_scales(weights, [formats[name] for name in meant], seen, shared=shared)
+            if found.exponent is None:
+                continue
+            scales = found.scales
+        else:
+            scales = smoothquant_scales(weights, seen, shared=shared)
+        scales = tensors.fold(fold, scales)
+        columns = shared.to_columns(scales)
+        after = folded_statistics(seen, columns)
+        for name in fold.consumers:
+            if name in statistics:
+                statistics[name] = after
+        spreads |= dict.fromkeys(meant, float(columns.max() / columns.min()))
+    return spreads

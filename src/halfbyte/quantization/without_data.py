@@ -1,0 +1,92 @@
+"""Steps of a plan that need no data: copied byte for byte, or quantized from the weight alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from halfbyte.algorithms.clip import clip_mse
+from halfbyte.algorithms.rtn import rtn
+from halfbyte.checkpoint.quantized_weight import encode
+from halfbyte.checkpoint.reader import Checkpoint
+from halfbyte.checkpoint.writer import CheckpointWriter
+from halfbyte.errors import HalfbyteError
+from halfbyte.models.layout import ModuleInfo
+from halfbyte.quantization.partners import PartnersAbsmax
+from halfbyte.quantization.plan import Copy, QuantizationPlan, Quantize, Step
+
+
+def write_without_data(
+    plan: QuantizationPlan, steps: Sequence[Step], writer: CheckpointWriter
+) -> Iterator[Step]:
+    """Writes what is missing of ``steps``, one by one; each step once it is done.
+
+    Memory: two source tensors and the result of one.
+    Errors: NaN or Inf in a weight (the tensor is named); a full disk.
+    """
+    missing = {entry.name for entry in writer.missing()}
+    partners_absmax = PartnersAbsmax(plan.checkpoint, plan.layout)
+    for step, weight in _with_weights(plan.checkpoint, steps, missing):
+        if isinstance(step, Copy):
+            if step.tensor in missing:
+                writer.write(step.tensor, partial(plan.checkpoint.copy_bytes, step.tensor))
+        elif weight is not None:
+            for name, tensor in _quantized(plan, step, weight, partners_absmax).items():
+                if name in missing:
+                    writer.write(name, tensor)
+        yield step
+
+
+def _with_weights(
+    checkpoint: Checkpoint, steps: Sequence[Step], missing: set[str]
+) -> Iterator[tuple[Step, torch.Tensor | None]]:
+    """Steps with the weight of those that need one; the next weight is read while this one is worked on."""
+
+    def wanted(step: Step) -> bool:
+        return isinstance(step, Quantize) and any(entry.name in missing for entry in step.entries)
+
+    upcoming = iter([step for step in steps if wanted(step)])
+    with ThreadPoolExecutor(max_workers=1) as reader:
+
+        def read_next() -> Future[torch.Tensor] | None:
+            step = next(upcoming, None)
+            return (
+                reader.submit(checkpoint.load_source, step.module.source)
+                if isinstance(step, Quantize)
+                else None
+            )
+
+        ahead = read_next()
+        for step in steps:
+            if wanted(step):
+                assert ahead is not None
+                weight = ahead.result()
+                ahead = read_next()
+                yield step, weight
+                del weight
+            else:
+                yield step, None
+
+
+def _quantized(
+    plan: QuantizationPlan,
+    step: Quantize,
+    weight: torch.Tensor,
+    partners_absmax: Callable[[ModuleInfo], float],
+) -> dict[str, torch.Tensor]:
+    """The stored tensors of one module."""
+    dtype = plan.checkpoint.model_dtype
+    number_format = step.scheme.weights.with_scale(dtype)
+    algorithm = clip_mse if plan.assignment.methods[step.module.name].clip == "mse" else rtn
+    shared = number_format.outer == "tensor" and step.module.fused_group is not None
+    try:
+        quantized = algorithm(
+            weight, number_format, elsewhere=partners_absmax(step.module) if shared else 0.0
+        )
+    except HalfbyteError as error:
+        stored = plan.checkpoint.info(step.module.source.tensor)
+        raise type(error)(f"{stored.file}: {stored.name}: {error}") from None
+    return encode(step.module.name, step.scheme, quantized, dtype)
