@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.algorithms.awq import STEPS, AwqResult, awq_scales, nearest
+from halfbyte.algorithms.fold import folded_statistics
 from halfbyte.algorithms.shared_columns import SharedColumns
 from halfbyte.errors import NonFiniteError
 from halfbyte.formats.quantize import dequantize, quantize
@@ -144,6 +145,15 @@ def test_the_search_sees_the_rounding_that_it_is_given() -> None:
     result = awq_scales([weight], [GROUPS], statistics_of(inputs), round_trip=coarse)
     changed = inputs.double() @ (coarse(weight, GROUPS) - weight).double().t()
     assert result.error_before == pytest.approx(float(changed.square().sum(1).mean()), rel=1e-3)
+
+
+def test_the_error_is_that_of_scaled_weights_on_divided_inputs() -> None:
+    inputs, weight = outlier_inputs(64, 128), normal(16, 128)
+    result = awq_scales([weight], [GROUPS], statistics_of(inputs))
+    moment = folded_statistics(statistics_of(inputs), result.scales).moment.double()
+    scaled = weight * result.scales
+    error = (dequantize(quantize(scaled, GROUPS)) - scaled).double()
+    assert float(((error @ moment) * error).sum()) == pytest.approx(result.error_after, rel=1e-3)
 
 
 def test_weights_are_left_as_they_are() -> None:

@@ -158,15 +158,16 @@ def test_the_grid_is_the_one_that_was_rounded_onto(name: str, by_output: bool) -
     assert torch.equal(bits(encode(weight, fmt, grid).codes), bits(q.codes))
 
 
-def test_a_stack_shares_the_moment() -> None:
-    stack, fmt, moment = (
-        torch.stack([heavy_tailed(6, 256), heavy_tailed(6, 256) * 3]),
-        FORMATS["w4a8"],
-        moment_of(256),
-    )
-    q = clip_output(stack, fmt, moment)
-    for member, codes in zip(stack, q.codes, strict=True):
-        assert torch.equal(codes, clip_output(member, fmt, moment).codes)
+@ALL
+@pytest.mark.parametrize("own", [False, True])
+def test_a_stack_shares_the_moment_or_has_one_for_each_member(name: str, own: bool) -> None:
+    stack, fmt = torch.stack([heavy_tailed(6, 256), heavy_tailed(6, 256) * 3]), FORMATS[name]
+    moments = torch.stack([moment_of(256), moment_of(256).flip(0, 1) if own else moment_of(256)])
+    q = clip_output(stack, fmt, moments if own else moments[0])
+    for index, moment in enumerate(moments):
+        alone = clip_output(stack[index], fmt, moment)
+        assert torch.equal(bits(q.codes[index]), bits(alone.codes))
+        assert torch.equal(bits(q.scales[index]), bits(alone.scales))
 
 
 def test_moments_of_another_shape_are_refused() -> None:

@@ -86,9 +86,11 @@ def test_members_that_need_more_damping_get_it_alone() -> None:
         assert torch.equal(factors, Feedback.of(member, 0.01).factors)
 
 
-def test_inputs_that_were_always_zero_are_last_and_apart() -> None:
+@pytest.mark.parametrize("products", [0.0, 1e-25], ids=["zero", "square too small for fp32"])
+def test_inputs_that_were_always_zero_are_last_and_apart(products: float) -> None:
     moment = moment_of(6)
-    moment[2], moment[:, 2] = 0.0, 0.0
+    moment[2], moment[:, 2] = products, products
+    moment[2, 2] = 0.0
     feedback = Feedback.of(moment, 0.0)
     assert feedback.order[-1] == 2
     assert (feedback.factors[:-1, -1] == 0).all()

@@ -59,18 +59,17 @@ def test_round_to_nearest_is_the_first_candidate() -> None:
 
 
 def test_the_worst_range_of_round_to_nearest_gets_both_its_ends() -> None:
-    """[-1, 119]: scale 8 and zero point 0 of 15 leave 119 without a code that is near."""
-    low, high = torch.tensor([-1.0, -113.0]), torch.tensor([119.0, 119.0])
+    """[-113, 119]: scale 15 and zero point 8 leave 119 with 105 as the nearest code."""
+    low, high = torch.tensor([-113.0]), torch.tensor([119.0])
 
-    def farthest(candidate: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def farthest(candidate: tuple[torch.Tensor, torch.Tensor]) -> float:
         scales, zeros = candidate[0].float(), candidate[1].float()
         off = [v - (((v / scales).round() + zeros).clamp(-8, 7) - zeros) * scales for v in (low, high)]
-        return torch.stack(off).abs().amax(0)
+        return float(torch.stack(off).abs().amax())
 
     candidates = group_candidates(low, high)
-    best = torch.stack([farthest(candidate) for candidate in candidates]).amin(0)
-    assert (best <= 8.5).all()
-    assert (best <= farthest(candidates[0])).all()
+    assert farthest(candidates[0]) == 14.0
+    assert min(farthest(candidate) for candidate in candidates) <= 8.0
 
 
 def squared_errors(weight: torch.Tensor, q: QuantizedTensor) -> torch.Tensor:
@@ -103,6 +102,18 @@ def test_with_a_moment_outputs_are_what_counts(fmt: TensorFormat) -> None:
     )
     assert (by_output <= plain * (1 + 1e-3)).all()
     assert by_output.sum() < by_weight.sum()
+
+
+def test_members_of_a_stack_have_their_own_moments() -> None:
+    stack = normal(2, 8, 256)
+    moments = torch.stack(
+        [statistics_of(outlier_inputs(64, 256, seed)).moment.roll(seed, 0) for seed in range(2)]
+    )
+    q = qoq(stack, G128, moments)
+    for index, moment in enumerate(moments):
+        alone = qoq(stack[index], G128, moment)
+        assert torch.equal(q.codes[index], alone.codes)
+        assert torch.equal(q.scales[index], alone.scales)
 
 
 @settings(max_examples=30, deadline=None)

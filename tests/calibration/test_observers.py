@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 
 from halfbyte.calibration.blocks import BlockModel
 from halfbyte.calibration.loaded_block import Sample
-from halfbyte.calibration.observers import Observation
+from halfbyte.calibration.observers import Observation, Observer
 from halfbyte.calibration.statistics import InputStatistics
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import HalfbyteError
@@ -237,3 +237,44 @@ def test_a_layer_that_never_runs_is_named(tmp_path: Path) -> None:
         pytest.raises(HalfbyteError, match=r"layers\.0\..*q_proj: .*without calling it"),
     ):
         block.observe(["model.layers.0.self_attn.q_proj"], [])
+
+
+def test_ranks_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_model("mixtral", tmp_path, torch.float32)
+    alone = observed(path)
+
+    def two_equal_ranks(total: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> None:
+        if op == torch.distributed.ReduceOp.SUM:
+            total.mul_(2)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", two_equal_ranks)
+    both = observed(path)
+    for one, two in zip(alone.groups, both.groups, strict=True):
+        assert two.statistics.tokens == 2 * one.statistics.tokens
+        torch.testing.assert_close(two.statistics.moment, one.statistics.moment)
+    for parent, routed in alone.routed_tokens.items():
+        assert both.routed_tokens[parent] == [2 * count for count in routed]
+
+
+def test_rows_that_are_not_tokens_cannot_be_masked() -> None:
+    layer = torch.nn.Linear(4, 4)
+    with Observer({"layer": 4}, {"layer": layer}, [], []) as observer, torch.no_grad():
+        observer.expect(torch.tensor([True, False, True]))
+        with pytest.raises(HalfbyteError, match="layer: reads 6 rows for 3 tokens"):
+            layer(torch.zeros(6, 4))
+
+
+def test_a_tensor_changed_in_place_is_another_input() -> None:
+    first, second, values = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2), torch.ones(3, 4)
+    with (
+        Observer({"first": 4, "second": 4}, {"first": first, "second": second}, [], []) as observer,
+        torch.no_grad(),
+    ):
+        observer.expect(None)
+        first(values)
+        second(values.mul_(2))
+    one, two = observer.observation().groups
+    assert (one.names, two.names) == (("first",), ("second",))
+    assert_moments_of(one.statistics, torch.ones(3, 4))
+    assert_moments_of(two.statistics, torch.full((3, 4), 2.0))

@@ -49,6 +49,7 @@ def test_scales_split_as_vllm_converts_them(scales: torch.Tensor) -> None:
 def test_settled_scales_survive_the_conversion(scales: torch.Tensor) -> None:
     settled = settle(scales)
     assert settled.dtype == torch.bfloat16
+    assert (settled > 0).all()
     groups, channels = converted(settled)
     products = torch.from_numpy(groups.astype(np.float64) * channels.astype(np.float64))
     floored = torch.from_numpy(channels[:, 0] == np.float32(8 / (448 * 512)))

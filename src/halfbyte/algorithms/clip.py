@@ -8,6 +8,7 @@ from halfbyte.algorithms.grid_search import (
     Measure,
     least_error_grid,
     output_error_of_tiles,
+    stacked,
     weight_error,
 )
 from halfbyte.formats.grid import Grid, Ranges, choose_grid
@@ -44,7 +45,8 @@ def clip_output(
 ) -> QuantizedTensor:
     """As :func:`clip_mse`, with the least squared output error in place of the weights'.
 
-    moment: mean of ``x x^T`` over the layer's inputs, ``[in, in]`` (``InputStatistics.moment``); a stack shares it.
+    moment: mean of ``x x^T`` over the layer's inputs, fp32 ``[in, in]`` (``InputStatistics.moment``), or
+        ``[..., in, in]`` with one for each member of a stack.
     Each tile is judged by its own block of the diagonal: no tile ends worse than with its whole range. Source: the
     clip search of Lin et al., "AWQ: Activation-aware Weight Quantization", 2024, section 3.2 and its code.
     Errors: those of :func:`halfbyte.formats.quantize.quantize`; a moment of another shape.
@@ -56,6 +58,9 @@ def clip_output_grid(
     weight: torch.Tensor, fmt: TensorFormat, moment: torch.Tensor, *, elsewhere: float = 0.0
 ) -> Grid:
     """The grid of :func:`clip_output`, for an algorithm that rounds by itself."""
+    if moment.dim() > 2:
+        members = zip(weight, moment, strict=True)
+        return stacked([clip_output_grid(member, fmt, own, elsewhere=elsewhere) for member, own in members])
     measure = output_error_of_tiles(moment, Tiling.of(tuple(weight.shape), fmt))
     return _best_grid(weight, fmt, measure, elsewhere)
 

@@ -76,6 +76,20 @@ def least_error_grid(
     return best
 
 
+def stacked(grids: Sequence[Grid]) -> Grid:
+    """One grid of a stack of weights, from those of its members."""
+
+    def stack(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+        present = [part for part in parts if part is not None]
+        return torch.stack(present) if present else None
+
+    return Grid(
+        torch.stack([grid.scales for grid in grids]),
+        stack([grid.zero_points for grid in grids]),
+        stack([grid.outer_scales for grid in grids]),
+    )
+
+
 def _replaced(grid: Grid, other: Grid, where: torch.Tensor) -> Grid:
     zero_points = grid.zero_points
     if zero_points is not None and other.zero_points is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.algorithms.clip import clip_mse_grid, clip_output_grid
-from halfbyte.algorithms.grid_search import least_error_grid, output_error_of_tiles, weight_error
+from halfbyte.algorithms.grid_search import least_error_grid, output_error_of_tiles, stacked, weight_error
 from halfbyte.errors import NonFiniteError
 from halfbyte.formats.grid import Grid, Ranges
 from halfbyte.formats.qoq import channel_scales, check_format, group_grid, level_one_
@@ -24,8 +24,9 @@ def qoq(weight: torch.Tensor, fmt: TensorFormat, moment: torch.Tensor | None = N
 
     fmt: asymmetric INT4 in groups with int8 scales and outer scales per channel (QoQ g128), or asymmetric INT4 per
         channel (QoQ per channel, which has one level).
-    moment: mean of ``x x^T`` over the layer's inputs, ``[in, in]``: least output error, otherwise least squared error
-        of the weights. No group ends worse than with round to nearest.
+    moment: mean of ``x x^T`` over the layer's inputs, fp32 ``[in, in]``, or ``[..., in, in]`` with one for each member
+        of a stack: least output error, otherwise least squared error of the weights. No group ends worse than rounded
+        to nearest.
     Source: Lin et al., "QServe: W4A8KV4 Quantization and System Co-design", 2024, section 4.1.
     Errors: those of :func:`halfbyte.formats.quantize.quantize`; other formats; a moment of another shape.
     """
@@ -37,6 +38,8 @@ def qoq_grid(weight: torch.Tensor, fmt: TensorFormat, moment: torch.Tensor | Non
     if fmt.granularity == "channel" and fmt.element == "int4" and not fmt.symmetric:
         return clip_mse_grid(weight, fmt) if moment is None else clip_output_grid(weight, fmt, moment)
     check_format(fmt)
+    if moment is not None and moment.dim() > 2:
+        return stacked([qoq_grid(member, fmt, own) for member, own in zip(weight, moment, strict=True)])
     ranges = Ranges.of(weight, fmt)
     outer = channel_scales(ranges.absmax.amax(-1, keepdim=True))
     # Rounding is monotonic: the range of the rounded weights is the rounded range.

@@ -12,7 +12,7 @@ from halfbyte.calibration.arguments import BlockArguments, ModelAround
 from halfbyte.calibration.live_tensors import LiveTensors, TensorSource
 from halfbyte.calibration.loaded_block import LoadedBlock
 from halfbyte.calibration.places import Places, find_places
-from halfbyte.calibration.skeleton import blocks_of, build_skeleton, entry_dtypes, find_blocks
+from halfbyte.calibration.skeleton import build_skeleton, entry_dtypes, find_blocks
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.layout import ModelLayout
 
@@ -39,7 +39,7 @@ class BlockModel:
         self._places = places
         self._live = live
         self._placed = placed
-        self._around = ModelAround(model, blocks_of(model, self.blocks))
+        self._around = ModelAround(model, [model.get_submodule(name) for name in self.blocks])
         inside = tuple(f"{name}." for name in self.blocks)
         outside = [name for name in live.names if not name.startswith(inside)]
         head = _head_names(model)

@@ -33,6 +33,11 @@ class FusedExperts:
     inner: dict[str, int] = field(default_factory=dict)
 
     @property
+    def names(self) -> list[str]:
+        """The projections' names."""
+        return [*self.outer, *self.inner]
+
+    @property
     def count(self) -> int:
         """How many experts there are."""
         return getattr(self.module, _DOWN).shape[0]

@@ -12,17 +12,25 @@ from torch import nn
 from halfbyte.models.layout import WeightSource
 
 _IN_LIST = re.compile(r"(?P<list>.*\.experts)\.(?P<index>\d+)\.")
-_HASHING = 0x9E3779B97F4A7C15
+_ANY = (-(1 << 62), 1 << 62)
 
 
 @dataclass
 class ListedExperts:
-    """The experts of one ``mixture``. parent: what the checkpoint calls their list. linears: by name of the layer."""
+    """The experts of one ``mixture``.
+
+    parent: what the checkpoint calls their list. linears: modules by expert and name of the layer.
+    """
 
     parent: str
     mixture: nn.Module
     experts: nn.Module
     linears: dict[int, dict[str, nn.Module]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """The layers' names."""
+        return [name for linears in self.linears.values() for name in linears]
 
 
 def listed_experts(
@@ -46,5 +54,6 @@ def listed_experts(
 def row_keys(rows: torch.Tensor) -> torch.Tensor:
     """A number ``[tokens]`` for each row ``[tokens, features]``, equal for rows of the same bits."""
     bits = rows.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()])
-    places = torch.arange(1, rows.shape[-1] + 1, device=rows.device)
-    return (bits.long() * (places * (_HASHING >> 1) | 1)).sum(-1)
+    # Sums of integers wrap around, but do not depend on how they are added up.
+    factors = torch.randint(_ANY[0], _ANY[1], rows.shape[-1:], generator=torch.Generator().manual_seed(0))
+    return (bits.long() * factors.to(rows.device)).sum(-1)

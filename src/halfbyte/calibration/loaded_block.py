@@ -15,7 +15,7 @@ from halfbyte.calibration.live_tensors import LiveTensors
 from halfbyte.calibration.observers import Observation, Observer
 from halfbyte.calibration.places import Places
 from halfbyte.errors import HalfbyteError, NonFiniteError
-from halfbyte.models.layout import ModuleInfo, Role
+from halfbyte.models.layout import ModuleInfo
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,12 @@ class LoadedBlock:
         places = self._places.modules
         fused = fused_experts(self._model, infos, places)
         listed = listed_experts(self._model, infos, places)
-        in_experts = {name for name, info in infos.items() if info.role is Role.EXPERT}
+        taken = {name for mixture in fused for name in mixture.names}
+        taken |= {name for mixture in listed for name in mixture.names}
         linears = {
             name: self._model.get_submodule(places[name].tensor.rpartition(".")[0])
             for name in infos
-            if name not in in_experts
+            if name not in taken
         }
         in_features = {name: info.in_features for name, info in infos.items()}
         with Observer(in_features, linears, fused, listed) as observer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ class Observation:
 
     groups: list[Group]
     routed_tokens: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Which of a sample's ``tokens`` count. As indices, since masking by bools waits for the device each time."""
+
+    tokens: int
+    indices: torch.Tensor
 
 
 class Observer:
@@ -46,11 +55,11 @@ class Observer:
         self._listed = listed
         self._routed: dict[str, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
-        self._counts: torch.Tensor | None = None
+        self._counts: _Counts | None = None
 
     def __enter__(self) -> Observer:
         for name, module in self._linears.items():
-            self._handles.append(_before(module, lambda inputs, name=name: self._add(name, inputs[0])))
+            self._handles.append(_before(module, partial(self._add_first, name)))
         for fused in self._fused:
             self._hook_fused(fused)
         for listed in self._listed:
@@ -64,13 +73,16 @@ class Observer:
 
     def expect(self, counts: torch.Tensor | None) -> None:
         """Before each sample. counts: bool ``[T]``, the tokens that enter statistics; none for all."""
-        self._counts = counts
+        self._counts = None if counts is None else _Counts(len(counts), counts.nonzero().squeeze(1))
         self._moments.next_sample()
 
     def observation(self) -> Observation:
         """What all samples, of all ranks, add up to. Errors: a layer that never ran."""
         routed = {parent: _over_ranks(counts).tolist() for parent, counts in self._routed.items()}
         return Observation(self._moments.groups(), routed)
+
+    def _add_first(self, name: str, arguments: Sequence[Any]) -> None:
+        self._add(name, arguments[0])
 
     def _add(self, name: str, inputs: torch.Tensor) -> None:
         self._moments.add_shared(name, inputs, self._counted(name, inputs))
@@ -79,17 +91,21 @@ class Observer:
         rows = inputs.reshape(-1, inputs.shape[-1])
         if self._counts is None:
             return rows
-        if len(rows) != len(self._counts):
+        if len(rows) != self._counts.tokens:
             raise HalfbyteError(
-                f"{name}: reads {len(rows)} rows for {len(self._counts)} tokens, so that none can be masked"
+                f"{name}: reads {len(rows)} rows for {self._counts.tokens} tokens, so that none can be masked"
             )
-        return rows[self._counts]
+        return rows[self._counts.indices]
 
     def _hook_fused(self, fused: FusedExperts) -> None:
         entering: list[torch.Tensor] = []
-        self._handles.append(_before(fused.mixture, lambda inputs: entering.append(inputs[0])))
+
+        def enter(inputs: Sequence[Any]) -> None:
+            entering[:] = inputs[:1]
+
+        self._handles.append(_before(fused.mixture, enter))
         self._handles.append(
-            _before(fused.module, lambda inputs: self._run_fused(fused, inputs, entering.pop()))
+            _before(fused.module, lambda inputs: self._run_fused(fused, inputs, entering[0]))
         )
 
     def _run_fused(self, fused: FusedExperts, arguments: Sequence[Any], entering: torch.Tensor) -> None:
@@ -108,13 +124,14 @@ class Observer:
             self._moments.add_alone(name, fused.inner_inputs(expert, rows))
 
     def _routes_of_experts(self, fused: FusedExperts, routes: torch.Tensor) -> torch.Tensor:
-        # An index past the last expert stands for no expert.
         counted = self._counted(fused.parent, routes).reshape(-1).long()
-        return torch.bincount(counted, minlength=fused.count)[: fused.count]
+        # An index past the last expert stands for no expert.
+        tally = torch.zeros(fused.count + 1, dtype=torch.long, device=counted.device)
+        return tally.scatter_add_(0, counted.clamp(max=fused.count), torch.ones_like(counted))[: fused.count]
 
     def _nonzero_rows(self, fused: FusedExperts, inputs: torch.Tensor) -> torch.Tensor:
         used = inputs.reshape(fused.count, -1, inputs.shape[-1]).ne(0).any(-1)
-        return (used if self._counts is None else used[:, self._counts]).sum(-1)
+        return (used if self._counts is None else used[:, self._counts.indices]).sum(-1)
 
     def _hook_listed(self, listed: ListedExperts) -> None:
         experts = list(listed.experts.children())
@@ -126,29 +143,26 @@ class Observer:
             for index, linears in listed.linears.items():
                 self._show(experts[index], linears, rows)
 
-        def count(index: int, inputs: torch.Tensor) -> None:
-            routed = torch.zeros(len(experts), dtype=torch.long, device=inputs.device)
+        def count(index: int, inputs: Sequence[Any]) -> None:
+            routed = torch.zeros(len(experts), dtype=torch.long, device=inputs[0].device)
             # The list does not say which tokens it passes on; their hidden states do.
-            routed[index] = torch.isin(row_keys(inputs), entering[0]).sum()
+            routed[index] = torch.isin(row_keys(inputs[0]), entering[0]).sum()
             self._count(listed.parent, routed)
 
         self._handles.append(_before(listed.mixture, show_all))
         for index, expert in enumerate(experts):
-            self._handles.append(_before(expert, lambda inputs, index=index: count(index, inputs[0])))
+            self._handles.append(_before(expert, partial(count, index)))
 
     def _show(self, expert: nn.Module, linears: Mapping[str, nn.Module], rows: torch.Tensor) -> None:
         """Runs an expert on rows that count, which go no further than its statistics."""
 
-        def take(name: str, inputs: torch.Tensor) -> None:
-            if identity_of(inputs) == identity_of(rows):
+        def take(name: str, inputs: Sequence[Any]) -> None:
+            if identity_of(inputs[0]) == identity_of(rows):
                 self._moments.add_shared(name, rows, rows)
             else:
-                self._moments.add_alone(name, inputs)
+                self._moments.add_alone(name, inputs[0])
 
-        handles = [
-            _before(module, lambda inputs, name=name: take(name, inputs[0]))
-            for name, module in linears.items()
-        ]
+        handles = [_before(module, partial(take, name)) for name, module in linears.items()]
         expert.forward(rows)
         for handle in handles:
             handle.remove()

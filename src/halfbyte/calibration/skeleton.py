@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,11 +62,6 @@ def find_blocks(model: PreTrainedModel, layout: ModelLayout, places: Places) -> 
         )
     (name,) = lists
     return [f"{name}.{index}" for index, _ in enumerate(model.get_submodule(name).children())]
-
-
-def blocks_of(model: PreTrainedModel, names: Sequence[str]) -> list[nn.Module]:
-    """The modules called ``names``."""
-    return [model.get_submodule(name) for name in names]
 
 
 def _outermost_list(model: nn.Module, entry: str) -> str:

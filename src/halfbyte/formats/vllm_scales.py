@@ -81,8 +81,6 @@ def settle(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _short_significand(values: torch.Tensor) -> torch.Tensor:
-    """Positive normal fp32 rounded to a significand of 4 bits, ties to even."""
-    pattern = values.view(torch.int32)
-    last_kept = (pattern >> _DROPPED_BITS) & 1
-    half = (1 << (_DROPPED_BITS - 1)) - 1
-    return ((pattern + half + last_kept) >> _DROPPED_BITS << _DROPPED_BITS).view(torch.float32)
+    """Positive normal fp32 rounded to the nearest number with a significand of 4 bits, ties up."""
+    half = 1 << (_DROPPED_BITS - 1)
+    return (values.view(torch.int32) + half >> _DROPPED_BITS << _DROPPED_BITS).view(torch.float32)
