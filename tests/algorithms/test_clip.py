@@ -83,7 +83,7 @@ def test_the_weight_is_left_alone_and_chunks_do_not_show(name: str, monkeypatch:
     whole = clip_mse(weight, FORMATS[name])
     assert torch.equal(weight, before)
     if FORMATS[name].granularity in ("channel", "group"):
-        monkeypatch.setattr(tiles, "CHUNK", 256)
+        monkeypatch.setattr(tiles, "CPU_CHUNK", 256)
         assert torch.equal(bits(clip_mse(weight, FORMATS[name]).codes), bits(whole.codes))
 
 

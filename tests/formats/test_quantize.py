@@ -112,7 +112,7 @@ def test_stacks_equal_their_members(name: str) -> None:
 def test_chunks_do_not_show(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = wide_enough(name, rows=7)
     whole = quantize(weight, FORMATS[name])
-    monkeypatch.setattr(tiles, "CHUNK", chunk)
+    monkeypatch.setattr(tiles, "CPU_CHUNK", chunk)
     parts = quantize(weight, FORMATS[name])
     assert torch.equal(bits(whole.codes), bits(parts.codes))
     assert torch.equal(bits(whole.scales), bits(parts.scales))

@@ -67,7 +67,7 @@ def least_error_grid(
                 decoded = decode_tiles(encode_tiles_(values.clone(), fmt, grid[down]), fmt, grid[down])
                 error[down] += measure(decoded.sub_(values))
 
-    for_each(try_all, tiling.bands(), weight.device)
+    for_each(try_all, tiling.bands(weight.device), weight.device)
     least, best = errors[0], candidates[0]
     for error, candidate in zip(errors[1:], candidates[1:], strict=True):
         better = error < least

@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.parallel import for_each
-from halfbyte.formats.tiles import CHUNK
+from halfbyte.formats.tiles import CPU_CHUNK
 
 PACKED_BITS = tuple(range(2, 9))
 
@@ -108,7 +108,7 @@ def _split_nibbles(packed: torch.Tensor, offset: int = 0) -> torch.Tensor:
 
 def _chunks(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Parts of two flat tensors of one length, small enough to stay in the cache for several passes."""
-    return zip(source.split(CHUNK), target.split(CHUNK), strict=True)
+    return zip(source.split(CPU_CHUNK), target.split(CPU_CHUNK), strict=True)
 
 
 def _pack_fours(rows: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def encode(weight: torch.Tensor, fmt: TensorFormat, grid: Grid) -> QuantizedTens
         values = tiles[down, rows].to(torch.float32, copy=True)
         codes[down, rows] = encode_tiles_(values, fmt, tile_grid[down])
 
-    for_each(encode_chunk, tiling.chunks(), weight.device)
+    for_each(encode_chunk, tiling.chunks(weight.device), weight.device)
     return QuantizedTensor(fmt, tiling.restore(codes), grid.scales, grid.zero_points, grid.outer_scales)
 
 
@@ -61,5 +61,5 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.
         down, rows = chunk
         values[down, rows] = decode_tiles(tiles[down, rows], q.format, grid[down]).to(dtype)
 
-    for_each(decode_chunk, tiling.chunks(), q.codes.device)
+    for_each(decode_chunk, tiling.chunks(q.codes.device), q.codes.device)
     return tiling.restore(values)

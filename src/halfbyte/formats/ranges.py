@@ -40,7 +40,7 @@ def absolute_maxima(weight: torch.Tensor, tiling: Tiling) -> torch.Tensor:
             part = magnitudes.amax(3, keepdim=True).amax(1, keepdim=True)
             largest[down] = torch.maximum(largest[down], part)
 
-    for_each(measure, tiling.bands(), weight.device)
+    for_each(measure, tiling.bands(weight.device), weight.device)
     maxima = largest.view(weight.dtype).float()
     if not bool(maxima.isfinite().all()):
         raise _non_finite(weight)
@@ -62,7 +62,7 @@ def signed_ranges(weight: torch.Tensor, tiling: Tiling) -> tuple[torch.Tensor, t
             low[down] = torch.minimum(low[down], part.amin(3, keepdim=True).amin(1, keepdim=True))
             high[down] = torch.maximum(high[down], part.amax(3, keepdim=True).amax(1, keepdim=True))
 
-    for_each(measure, tiling.bands(), weight.device)
+    for_each(measure, tiling.bands(weight.device), weight.device)
     if not bool((low.isfinite() & high.isfinite()).all()):
         raise _non_finite(weight)
     return low, high

@@ -12,7 +12,9 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.formats.spec import TensorFormat
 
 # fp32 elements that one thread works on at a time: they stay in its core's second-level cache.
-CHUNK = 1 << 18
+CPU_CHUNK = 1 << 18
+# On other devices: enough that a launch is not what takes the time.
+LAUNCH_CHUNK = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -72,20 +74,21 @@ class Tiling:
         whole = tiles.reshape(*self.shape[:-2], *self.padded)
         return whole if (rows, columns) == self.padded else whole[..., :rows, :columns].contiguous()
 
-    def chunks(self) -> Iterator[tuple[slice, slice]]:
-        """Slices over ``down`` and ``rows`` that hold about ``CHUNK`` elements each."""
+    def chunks(self, device: torch.device) -> Iterator[tuple[slice, slice]]:
+        """Slices over ``down`` and ``rows`` of what fits a cache of the CPU, or is worth a launch on another device."""
         row = self.across * self.columns
-        if self.rows * row <= CHUNK:
-            step = CHUNK // (self.rows * row)
+        chunk = CPU_CHUNK if device.type == "cpu" else LAUNCH_CHUNK
+        if self.rows * row <= chunk:
+            step = chunk // (self.rows * row)
             for start in range(0, self.down, step):
                 yield slice(start, min(start + step, self.down)), slice(0, self.rows)
             return
-        step = max(1, CHUNK // row)
+        step = max(1, chunk // row)
         for down in range(self.down):
             for start in range(0, self.rows, step):
                 yield slice(down, down + 1), slice(start, min(start + step, self.rows))
 
-    def bands(self) -> Iterator[list[tuple[slice, slice]]]:
+    def bands(self, device: torch.device) -> Iterator[list[tuple[slice, slice]]]:
         """The chunks, those of the same tiles together: what is gathered per tile has one writer."""
-        for _, chunks in groupby(self.chunks(), key=lambda chunk: chunk[0].start):
+        for _, chunks in groupby(self.chunks(device), key=lambda chunk: chunk[0].start):
             yield list(chunks)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.formats.vllm_scales import split_scales
 from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.hopper import w4a8_fp8_scales_codes as layout
 from halfbyte.kernels.hopper.blocks import BlockFormat, pack_blocks, unpack_blocks
@@ -35,7 +36,7 @@ class HopperW4A8Fp8Scales(QuantizesTokens):
     def prepare(
         self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None
     ) -> Prepared:
-        groups, channels = layout.split_scales(q.scales)
+        groups, channels = split_scales(q.scales)
         weight = pack_blocks(layout.FORMAT, q.codes, layout.pack_codes, groups.view(torch.uint8), None)
         # The first blocks are read before the kernel ahead has ended, and that one may be the packing.
         if weight.is_cuda:

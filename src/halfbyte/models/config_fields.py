@@ -19,7 +19,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 class ConfigFields:
     """Sizes of the language model; none where config.json does not say.
 
-    context: the longest sequence, in tokens. expert_widths: sizes that the inputs of an expert may have (hidden, or a smaller latent size).
+    context: the longest sequence, in tokens.
+    expert_widths: sizes that the inputs of an expert may have (hidden, or a smaller latent size).
     tied: what ``tie_word_embeddings`` says.
     """
 
@@ -38,7 +39,7 @@ class ConfigFields:
 
 def read_config(config: Mapping[str, Any]) -> ConfigFields:
     """Reads config.json, the language part of a multimodal one included."""
-    text = _text_config(config)
+    text = text_config(config)
     hidden = _integer(text, _HIDDEN)
     heads = _integer(text, _HEADS)
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
@@ -59,11 +60,12 @@ def read_config(config: Mapping[str, Any]) -> ConfigFields:
     )
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that is about the language model: all of it, or a part of a multimodal one."""
     for key in _TEXT_CONFIGS:
         inner = config.get(key)
         if isinstance(inner, Mapping):
-            return _text_config(inner)
+            return text_config(inner)
     return config
 
 

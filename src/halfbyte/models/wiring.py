@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from halfbyte.models.config_fields import _text_config, read_config
+from halfbyte.models.config_fields import read_config, text_config
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def wiring_of(config: Mapping[str, Any]) -> Wiring | None:
     known = _FAMILIES.get(fields.family) or _FAMILIES.get(fields.text_family)
     if known is None:
         return None
-    text = _text_config(config)
+    text = text_config(config)
     if text.get("do_layer_norm_before") is False:
         known = replace(known, attention_norm=None, mlp_norm=None)
     if fields.text_family == "stablelm" and text.get("use_parallel_residual"):

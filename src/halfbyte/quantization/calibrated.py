@@ -89,10 +89,11 @@ def run_calibrated(
             reports = list(run.all_blocks())
         finally:
             store.close()
-        notes = [*writer.notes, *plan_notes(plan), *data.report.notes, *run.notes]
+        notes = [*plan_notes(plan), *data.report.notes, *run.notes]
         document = run_report(plan.recipe.to_dict(), data.report.to_dict(), reports, notes)
         writer.finish(output_config(plan), checkpoint.path, {REPORT_FILE: document})
     fallbacks = document["totals"]["fallbacks"]
+    notes = [*writer.notes, *notes]
     notes += [f"{name}: rounded to nearest ({why})" for name, why in fallbacks.items()]
     return QuantizationResult(
         out=Path(out),
@@ -149,6 +150,7 @@ class _Run:
     def _enter(self) -> None:
         for sample in self._data.samples:
             self._store.append(self._model.enter(sample.ids[None]))
+        self._model.release()
 
     def _quantize(self, index: int, steps: Sequence[Step], *, forward: bool) -> BlockReport:
         quantized = quantize_steps(steps)
@@ -170,6 +172,7 @@ class _Run:
             self._write(steps, result)
             if forward:
                 self._forward(index, block)
+        self._say(index, 1.0, "written")
         return result.report
 
     def _write(self, steps: Sequence[Step], result: QuantizedBlock) -> None:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfbyte.formats.vllm_scales import rounded_weight, split_scales
 from halfbyte.kernels.hopper import w4a8_codes, w4a8_fp8_scales_codes, w4a16_codes
 from halfbyte.kernels.hopper.blocks import CODE_BYTES, BlockFormat, pack_blocks, unpack_blocks
 
@@ -102,7 +103,7 @@ def test_fp8_scales_follow_their_definition() -> None:
     scales = torch.tensor([[0.02, 0.005, 0.0001]]).to(BF16)
     largest = scales.float().max()
     first = (scales.float() / (largest / 448)).to(torch.float8_e4m3fn)
-    groups, channels = w4a8_fp8_scales_codes.split_scales(scales)
+    groups, channels = split_scales(scales)
     assert torch.equal(groups.float(), (first.float() / 8).to(torch.float8_e4m3fn).float())
     assert channels.item() == largest / 448 * 8
 
@@ -111,8 +112,8 @@ def test_a_weight_with_fp8_scales_is_rounded_twice() -> None:
     """Code times group scale rounded to E4M3, times the channel's scale: from the definition, number by number."""
     codes = torch.arange(-8, 8, dtype=torch.int8).repeat(3, 16)
     scales = (torch.rand(3, 2, generator=torch.Generator().manual_seed(0)) * 0.1 + 1e-3).to(BF16)
-    groups, channels = w4a8_fp8_scales_codes.split_scales(scales)
-    found = w4a8_fp8_scales_codes.rounded_weight(codes, scales)
+    groups, channels = split_scales(scales)
+    found = rounded_weight(codes, scales)
     for row in range(3):
         for column in range(256):
             product = codes[row, column].float() * groups[row, column // 128].float()

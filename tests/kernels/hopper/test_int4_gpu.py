@@ -11,12 +11,13 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.formats.floats import encode_float8
 from halfbyte.formats.quantize import quantize
 from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.formats.vllm_scales import rounded_weight
 from halfbyte.kernels.hopper.blocks import pack_blocks
 from halfbyte.kernels.hopper.config import fitted
 from halfbyte.kernels.hopper.w4a8 import run_w4a8
 from halfbyte.kernels.hopper.w4a8_config import FP16, W4A8Config
 from halfbyte.kernels.hopper.w4a8_fp8_scales import run_w4a8_fp8_scales, w4a8_fp8_scales_linear
-from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import FORMAT, pack_codes, rounded_weight
+from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import FORMAT, pack_codes
 from halfbyte.kernels.hopper.w4a8_fp8_scales_config import TABLE
 from halfbyte.kernels.hopper.w4a16 import run_w4a16
 from halfbyte.kernels.hopper.w4a16_config import W4A16Config, table_for

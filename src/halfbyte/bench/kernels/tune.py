@@ -16,10 +16,10 @@ from halfbyte.bench.kernels.ours import scheme_of
 from halfbyte.bench.kernels.timing import Replay, rotation
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.formats.vllm_scales import rounded_weight
 from halfbyte.kernels.hopper import w4a8_config, w4a8_fp8_scales_config, w4a16_config
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
 from halfbyte.kernels.hopper.config import MULTIPROCESSORS, Table, TileConfig, ceil_div, fitted
-from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import rounded_weight
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
 from halfbyte.kernels.problem import LinearProblem, Prepared

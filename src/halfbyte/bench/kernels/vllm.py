@@ -16,7 +16,7 @@ from halfbyte.formats.packing import pack_int32
 from halfbyte.formats.packing_awq import pack_awq
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
-from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import split_scales
+from halfbyte.formats.vllm_scales import split_scales
 
 _FP8, _INT8 = ActivationFormat("e4m3", "token"), ActivationFormat("int8", "token")
 

@@ -1,4 +1,4 @@
-"""A block whose group scales are FP8: what vLLM's CUTLASS W4A8 kernel computes with (:mod:`vllm_scales`).
+"""A block whose group scales are FP8: what vLLM's CUTLASS W4A8 kernel has (:mod:`halfbyte.formats.vllm_scales`).
 
 A block keeps the groups' scales as E4M3 bytes, and codes as nibbles in two's complement, of which the kernel makes
 multiples by tables. With t = 32 w + 4 r + q, thread t's word p of k-step s (as in :mod:`w4a8_codes`) has rows 16 w + r
@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 
 from halfbyte.formats.vllm_scales import GROUP_SIZE
-from halfbyte.formats.vllm_scales import rounded_weight as rounded_weight
-from halfbyte.formats.vllm_scales import split_scales as split_scales
 from halfbyte.kernels.hopper.blocks import CODE_BYTES, INPUTS, ROWS, BlockFormat
 
 FORMAT = BlockFormat(GROUP_SIZE, torch.uint8)

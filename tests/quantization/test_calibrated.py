@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import halfbyte
+from halfbyte.checkpoint.output_directory import OutputDirectory
+from halfbyte.checkpoint.reader import Checkpoint
+from halfbyte.errors import HalfbyteError, NonFiniteError
+from halfbyte.quantization.calibrated import Progress
+from halfbyte.quantization.report import REPORT_FILE
+from halfbyte.recipe import Recipe
+from tests.quantization.calibrated_runs import contents, quantize, samples
+from tests.tiny import FAMILIES, VOCAB_SIZE, tiny_model
+
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "llama4_text", "deepseek_v3")
+
+
+class StoppedError(Exception):
+    """Ends a run in the middle."""
+
+
+def logits(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    model, _ = halfbyte.load(path, dtype=torch.float32)
+    with torch.no_grad():
+        return model(ids).logits.float()
+
+
+def distance(found: torch.Tensor, meant: torch.Tensor) -> float:
+    return float((found - meant).norm() / meant.norm())
+
+
+def report_of(out: Path) -> Any:
+    return json.loads((out / REPORT_FILE).read_text())
+
+
+def seen_ids() -> torch.Tensor:
+    return samples().samples[-1].ids[None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eight_bits_change_next_to_nothing(family: str, tmp_path: Path) -> None:
+    """Scales that were moved without one of their readers, routers included, would change everything."""
+    source = tiny_model(family, tmp_path, dtype=torch.float32)
+    quantize(source, tmp_path / "out", Recipe(scheme="w8a16", algorithm="awq+gptq"))
+    meant, found = logits(source, seen_ids()), logits(tmp_path / "out", seen_ids())
+    if family in MIXTURES:  # a token whose experts are nearly level may choose others
+        errors = (found - meant).norm(dim=-1) / meant.norm(dim=-1)
+        assert float(errors.median()) < 0.02
+    else:
+        assert distance(found, meant) < 0.02
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "qwen3_moe"])
+def test_four_bits_move_the_outputs_less_than_round_to_nearest(family: str, tmp_path: Path) -> None:
+    source = tiny_model(family, tmp_path)
+    quantize(source, tmp_path / "out")
+    report = report_of(tmp_path / "out")
+    modules = [module for block in report["blocks"] for module in block["modules"]]
+    assert (
+        len(modules) == report["totals"]["modules"] == 14 if family in ("llama", "gemma3_text") else modules
+    )
+    for module in modules:
+        assert module["error"] < 0.75 * module["error_rtn"], module["module"]
+    assert report["totals"]["error"] < 0.6 * report["totals"]["error_rtn"]
+
+
+def test_what_is_reported_is_what_was_written(tmp_path: Path) -> None:
+    """The first block's inputs are the original's, so that its layers can be held against a plain forward pass."""
+    source = tiny_model("llama", tmp_path, dtype=torch.float32)
+    quantize(source, tmp_path / "out", Recipe(scheme="w4a16", algorithm="gptq", clip="none"))
+    written, _ = halfbyte.load(tmp_path / "out", dtype=torch.float32)
+    original = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    seen: list[torch.Tensor] = []
+    layer = original.model.layers[0].self_attn.q_proj
+    layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0].double()))
+    with torch.no_grad():
+        for sample in samples().samples:
+            original(sample.ids[None])
+    inputs = torch.cat(seen)
+    weight = layer.weight.detach().double()
+    decoded = written.model.layers[0].self_attn.q_proj(torch.eye(128)).detach().T.double()
+    module = next(
+        m for m in report_of(tmp_path / "out")["blocks"][0]["modules"] if m["module"].endswith("q_proj")
+    )
+    assert module["tokens"] == len(inputs)
+    expected = (inputs @ (decoded - weight).T).norm() / (inputs @ weight.T).norm()
+    assert module["error"] == pytest.approx(float(expected), rel=1e-3)
+    assert module["scheme"] == "w4a16"
+    assert module["group_size"] == 128
+    assert module["damping"] == 0.01
+
+
+def test_masked_tokens_enter_no_statistic(tmp_path: Path) -> None:
+    source = tiny_model("qwen3_moe", tmp_path)
+    quantize(source, tmp_path / "out", data=samples(masked=10))
+    report = report_of(tmp_path / "out")
+    assert report["data"]["masked"] == {"template": 40}
+    for block in report["blocks"]:
+        assert {module["tokens"] for module in block["modules"]} == {200}
+        (routed,) = block["routed_tokens"].values()
+        assert sum(routed) == 2 * 200
+
+
+def test_nothing_else_is_touched_without_scaling(tmp_path: Path) -> None:
+    source = tiny_model("mixtral", tmp_path)
+    quantize(source, tmp_path / "out", Recipe(algorithm="gptq"))
+    before, after = Checkpoint.open(source), Checkpoint.open(tmp_path / "out")
+    kept = [name for name in before.tensors if name in after.tensors]
+    assert len(kept) == 9
+    for name in kept:
+        assert torch.equal(before.load(name), after.load(name)), name
+
+
+@pytest.mark.parametrize("activations", ["memory", "disk"])
+def test_the_same_run_gives_the_same_bytes(activations: str, tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    quantize(source, tmp_path / "one")
+    quantize(source, tmp_path / "two", activations=activations)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+@pytest.mark.parametrize("steps", [1, 7, 13, 30])
+def test_a_killed_run_goes_on_to_the_same_bytes(steps: int, tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path, num_hidden_layers=3)
+    quantize(source, tmp_path / "whole")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.quantization.calibrated_runs", str(source), str(tmp_path / "killed")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    reached = ""
+    for _ in range(steps):
+        reached = process.stdout.readline()
+        process.stdin.write("\n")
+        process.stdin.flush()
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "killed").exists()
+    begun: list[str] = []
+    result = quantize(
+        source, tmp_path / "killed", on_progress=lambda state: begun.append(f"{state.block} {state.doing}")
+    )
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    if int(reached.split()[0]) > 1:  # what was finished is passed through, not done again
+        assert any("resuming" in note for note in result.notes)
+        assert "1 observing" not in begun
+        assert "1 running" in begun
+
+
+def stopped(source: Path, out: Path, block: int, **options: Any) -> None:
+    """A run that ends while ``block`` (from one) is observed."""
+
+    def stop(state: Progress) -> None:
+        if state.block == block:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        quantize(source, out, on_progress=stop, **options)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "data"),
+    [
+        (Recipe(algorithm="gptq"), None),
+        (Recipe(algorithm="awq+gptq", group_size=64), None),
+        (None, samples(seed=1)),
+    ],
+    ids=["algorithm", "group size", "data"],
+)
+def test_another_run_loses_nothing_of_an_unfinished_one(
+    recipe: Recipe | None, data: Any, tmp_path: Path
+) -> None:
+    source = tiny_model("llama", tmp_path)
+    stopped(source, tmp_path / "out", block=2)
+    before = contents(tmp_path / "out.partial")
+    with pytest.raises(HalfbyteError, match=r"out\.partial: holds finished work of another") as caught:
+        quantize(source, tmp_path / "out", **({"recipe": recipe} if recipe else {}), data=data)
+    assert "\n" not in str(caught.value)
+    assert contents(tmp_path / "out.partial") == before
+    quantize(source, tmp_path / "out")
+    quantize(source, tmp_path / "fresh")
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_a_shard_that_vanishes_stops_with_one_line(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    shard = source / "model.safetensors"
+    kept = shard.read_bytes()
+
+    def vanish(state: Progress) -> None:
+        if state.block == 1 and state.doing == "running":
+            shard.unlink(missing_ok=True)
+
+    stamp = shard.stat()
+    with pytest.raises(HalfbyteError, match=r"model\.safetensors: cannot be read \(No such file"):
+        quantize(source, tmp_path / "out", on_progress=vanish)
+    shard.write_bytes(kept)
+    os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    result = quantize(source, tmp_path / "out")
+    assert any("resuming" in note for note in result.notes)
+    quantize(source, tmp_path / "fresh")
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_a_full_disk_keeps_finished_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny_model("llama", tmp_path)
+    write = OutputDirectory.write_notes
+
+    def full(self: OutputDirectory, shard: str, content: Any) -> None:
+        if "layers.1" in json.dumps(content):
+            raise OSError(28, "No space left on device", str(self.partial / shard))
+        write(self, shard, content)
+
+    monkeypatch.setattr(OutputDirectory, "write_notes", full)
+    with pytest.raises(
+        HalfbyteError, match=r"cannot be written \(No space left on device\); finished shards stay"
+    ):
+        quantize(source, tmp_path / "out")
+    monkeypatch.undo()
+    result = quantize(source, tmp_path / "out")
+    assert any("resuming" in note for note in result.notes)
+    quantize(source, tmp_path / "fresh")
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_a_weight_that_is_not_finite_is_named_at_once(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = torch.inf
+    model.save_pretrained(source)
+    with pytest.raises(NonFiniteError, match=r"model\.layers\.1"):
+        quantize(source, tmp_path / "out")
+
+
+def test_few_tokens_fall_back_to_round_to_nearest_by_name(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    result = quantize(source, tmp_path / "out", data=samples((40,)))
+    report = report_of(tmp_path / "out")
+    assert len(report["totals"]["fallbacks"]) == 14
+    assert any("q_proj: rounded to nearest (saw 40 tokens, fewer than 64)" in note for note in result.notes)
+
+
+def test_blocks_of_a_family_without_folds_are_named(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "arcee"}))
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    try:
+        result = quantize(source, tmp_path / "out")
+    except HalfbyteError as error:
+        pytest.skip(f"this transformers builds no such model: {error}")
+    assert any("14 modules keep the scale of their inputs" in note for note in result.notes)
+
+
+def test_progress_rises_to_the_end(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    states: list[Progress] = []
+    quantize(source, tmp_path / "out", on_progress=states.append)
+    shares = [state.done for state in states]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    assert {state.doing for state in states} == {"observing", "quantizing", "running", "written"}
+    assert len({state.module for state in states} - {None}) == 14
+    assert all(state.blocks == 2 for state in states)
+
+
+def test_targets_have_methods_of_their_own(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    recipe = Recipe(
+        algorithm="rtn",
+        targets={"*.down_proj": {"algorithm": "gptq"}, "lm_head": {"scheme": "w8a16", "algorithm": "rtn"}},
+    )
+    quantize(source, tmp_path / "out", recipe)
+    methods = {
+        m["module"].split(".")[-1]: m["method"]
+        for b in report_of(tmp_path / "out")["blocks"]
+        for m in b["modules"]
+    }
+    assert methods["down_proj"] == "gptq clip output"
+    assert methods["q_proj"] == "rtn"
+    assert logits(tmp_path / "out", torch.arange(9)[None]).shape == (1, 9, VOCAB_SIZE)
