@@ -32,6 +32,7 @@ def quantize(
     clip: str | None = None,
     data: CalibrationData | Path | str | None = None,
     device: torch.device | str = "cpu",
+    redo: Sequence[str] | str = (),
     tp: int = 1,
     overwrite: bool = False,
     allow_pickle: bool = False,
@@ -49,6 +50,8 @@ def quantize(
     data: what to calibrate on, with sample numbers or as a path alone; ``default`` is the package's own texts. It makes
         the algorithm ``awq+gptq`` where none is given; algorithms that need data take ``default`` without it.
     device: where blocks are calibrated; ``auto`` is a GPU if there is one.
+    redo: with data, patterns of modules whose blocks are quantized again; the others stay as OUT (or an unfinished
+        run) has them.
     tp: tensor-parallel ranks that will serve the result; sizes that would not divide are refused.
     on_start, on_progress: without data, called with the source bytes of the whole job, then with those just done.
     on_block: with data, called as blocks go through.
@@ -64,7 +67,10 @@ def quantize(
         model, recipe_of(recipe, scheme, ignore, clip, algorithm), tp=tp, allow_pickle=allow_pickle
     )
     if data is not None or any(method.needs_data for method in plan.assignment.methods.values()):
-        return _quantize_with_data(plan, out, data, device, overwrite, on_block)
+        again = [redo] if isinstance(redo, str) else list(redo)
+        return _quantize_with_data(plan, out, data, device, again, overwrite, on_block)
+    if redo:
+        raise HalfbyteError("redo needs calibration data: without it everything is quantized anew in no time")
     if on_start:
         on_start(job.source_bytes(plan))
     return job.run(plan, out, overwrite=overwrite, progress=on_progress)
@@ -75,6 +81,7 @@ def _quantize_with_data(
     out: Path | str,
     data: CalibrationData | Path | str | None,
     device: torch.device | str,
+    redo: Sequence[str],
     overwrite: bool,
     on_block: Callable[[Progress], None] | None,
 ) -> QuantizationResult:
@@ -110,6 +117,7 @@ def _quantize_with_data(
         device=device_named(device),
         activations=given.activations,
         overwrite=overwrite,
+        redo=redo,
         on_progress=on_block,
     )
 

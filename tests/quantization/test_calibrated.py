@@ -295,3 +295,45 @@ def test_targets_have_methods_of_their_own(tmp_path: Path) -> None:
     assert methods["down_proj"] == "gptq clip output"
     assert methods["q_proj"] == "rtn"
     assert logits(tmp_path / "out", torch.arange(9)[None]).shape == (1, 9, VOCAB_SIZE)
+
+
+def blocks_of(out: Path) -> dict[str, dict[str, bytes]]:
+    """Block -> tensor -> bytes, of blocks by their number and the rest."""
+    checkpoint = Checkpoint.open(out)
+    found: dict[str, dict[str, bytes]] = {}
+    for name in checkpoint.tensors:
+        block = name.split(".")[2] if ".layers." in name else "rest"
+        found.setdefault(block, {})[name] = checkpoint.load(name).view(torch.uint8).numpy().tobytes()
+    return found
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_chosen_layers_are_redone_and_no_others(unfinished: bool, tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path, num_hidden_layers=3)
+    quantize(source, tmp_path / "whole")
+    if unfinished:
+        stopped(source, tmp_path / "out", block=3)
+    else:
+        shutil.copytree(tmp_path / "whole", tmp_path / "out")
+    recipe = Recipe(
+        algorithm="awq+gptq", targets={"re:.*layers\\.1\\..*": {"algorithm": "gptq", "clip": "mse"}}
+    )
+    result = quantize(source, tmp_path / "out", recipe, redo=["layers.1.*"])
+    assert any(note.startswith("redoing ") for note in result.notes)
+    before, after = blocks_of(tmp_path / "whole"), blocks_of(tmp_path / "out")
+    same = {block for block in before if before[block] == after[block]}
+    assert same == ({"rest", "0"} if unfinished else {"rest", "0", "2"})
+    report = report_of(tmp_path / "out")
+    methods = [{module["method"] for module in block["modules"]} for block in report["blocks"]]
+    assert methods == [{"awq+gptq clip output"}, {"gptq clip mse"}, {"awq+gptq clip output"}]
+    halfbyte.load(tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_redo_that_means_nothing(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    quantize(source, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(HalfbyteError, match=r"--redo 'layers\.9\.\*' means no quantized module"):
+        quantize(source, tmp_path / "out", redo=["layers.9.*"])
+    assert contents(tmp_path / "out") == before

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,11 @@ class OutputDirectory:
                 f"{out}: is no checkpoint (it has no {CONFIG_FILE}), so it is not overwritten"
             )
 
-    def prepare(self, digest: str, shards: Sequence[Shard]) -> set[str]:
+    def prepare(self, digest: str, shards: Sequence[Shard], redo: Collection[str] | None = None) -> set[str]:
         """Create or take over the partial directory; names of the shards in it that are finished.
 
+        redo: names of shards that are to be written again; all others are kept from an unfinished run or, if there is
+        none, from OUT, whatever their run was, as long as they hold the tensors that are planned.
         Errors: another process writes it; it holds files that halfbyte did not write; finished shards of another
         run that are to be kept.
         """
@@ -91,7 +93,9 @@ class OutputDirectory:
         self.partial.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         manifest = self.partial / MANIFEST
-        if manifest.exists() and _digest_in(manifest) == digest:
+        if redo is not None:
+            finished = self._keep(shards, redo, manifest)
+        elif manifest.exists() and _digest_in(manifest) == digest:
             finished = {shard.file for shard in shards if _is_finished(self.partial / shard.file, shard)}
             if finished:
                 self.notes.append(
@@ -115,6 +119,18 @@ class OutputDirectory:
         sync_directory(self.partial)
         self._owned = True
         return finished
+
+    def _keep(self, shards: Sequence[Shard], redo: Collection[str], manifest: Path) -> set[str]:
+        """Finished shards that are not to be redone, those of OUT as hard links or copies."""
+        if not manifest.exists():
+            if any(self.partial.iterdir()):
+                raise HalfbyteError(f"{self.partial}: exists and is no partial output of halfbyte; remove it")
+            for shard in shards:
+                if shard.file not in redo and _is_finished(self.out / shard.file, shard):
+                    _link_or_copy(self.out / shard.file, self.partial / shard.file)
+        kept = {s.file for s in shards if s.file not in redo and _is_finished(self.partial / s.file, s)}
+        self.notes.append(f"redoing {len(shards) - len(kept)} of {len(shards)} shards, the others are kept")
+        return kept
 
     def write_notes(self, shard: str, content: Mapping[str, Any]) -> None:
         """Keep something about a shard that is about to be finished, until :meth:`remove_notes`."""
@@ -243,6 +259,13 @@ def _is_finished(file: Path, shard: Shard) -> bool:
         return False
     with file.open("rb") as opened:
         return opened.read(len(shard.header)) == shard.header
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _remove(path: Path) -> None:

@@ -47,23 +47,29 @@ class CheckpointWriter:
         shard_bytes: int = SHARD_BYTES,
         starts: Collection[str] = frozenset(),
         keep_others: bool = False,
+        redo: Collection[str] | None = None,
         fingerprint: str,
     ) -> None:
         """Plans the shards and creates or resumes ``OUT.partial``.
 
         starts: entries that begin a new shard (see :func:`plan_shards`). keep_others: finished shards of another
-        run are an error instead of being discarded.
+        run are an error instead of being discarded. redo: entries whose shards are to be written again, while all
+        others are kept from an unfinished run or OUT.
         Errors: OUT exists without ``overwrite``; the disk has less room than the plan needs; a tensor twice.
         """
         self._shards = plan_shards(entries, shard_bytes, starts)
         self._shard_of = {entry.name: shard for shard in self._shards for entry in shard.entries}
         self._entries = {entry.name: entry for entry in entries}
-        self._directory = OutputDirectory(Path(out), overwrite=overwrite, keep_others=keep_others)
+        self._directory = OutputDirectory(
+            Path(out), overwrite=overwrite or redo is not None, keep_others=keep_others
+        )
         self._open: dict[str, _OpenShard] = {}
         self._done: set[str] = set()
         self._finished = False
         with self._one_line():
-            self._done = self._directory.prepare(plan_digest(self._shards, fingerprint), self._shards)
+            again = None if redo is None else {self._shard_of[name].file for name in redo}
+            digest = plan_digest(self._shards, fingerprint)
+            self._done = self._directory.prepare(digest, self._shards, again)
             self._check_space()
         self._missing = {
             entry.name: entry for entry in entries if self._shard_of[entry.name].file not in self._done

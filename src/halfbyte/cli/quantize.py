@@ -61,6 +61,12 @@ def quantize(
     device: Annotated[
         str, typer.Option(help="Where blocks are calibrated: auto, cpu, cuda or cuda:N.")
     ] = "auto",
+    redo: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Quantize the blocks of these modules again, keep the others: layers.7.*, re:<regex>. Repeatable."
+        ),
+    ] = None,
     tp: Annotated[
         int, typer.Option(help="Tensor-parallel ranks that will serve it; checked beforehand.")
     ] = 1,
@@ -123,6 +129,7 @@ def quantize(
             clip=clip,
             data=calibration,
             device=device,
+            redo=redo or (),
             tp=tp,
             overwrite=overwrite,
             allow_pickle=allow_pickle,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from halfbyte.calibration.blocks import BlockModel
 from halfbyte.calibration.samples import Sample
 from halfbyte.checkpoint.shard_plan import Entry
+from halfbyte.errors import HalfbyteError
+from halfbyte.matching import REGEX_PREFIX, matches
 from halfbyte.quantization.plan import Copy, QuantizationPlan, Quantize, Step
 
 
@@ -59,3 +61,24 @@ def fingerprint(plan: QuantizationPlan, samples: Sequence[Sample], device: str, 
         digest.update(sample.ids.numpy().tobytes())
         digest.update(sample.counts.numpy().tobytes())
     return digest.hexdigest()
+
+
+def meant_blocks(blocks: BlockPlan, patterns: Sequence[str]) -> list[int]:
+    """Indices of the blocks with a module that one of ``patterns`` means, or would with a prefix: ``layers.7.*``.
+
+    Errors: a pattern that means no module of any block.
+    """
+    found: set[int] = set()
+    for pattern in patterns:
+        wide = [pattern] if pattern.startswith(REGEX_PREFIX) else [pattern, f"*.{pattern}"]
+        meant = {
+            index
+            for index, steps in enumerate(blocks.blocks)
+            if any(matches(step.module.name, each) for step in quantize_steps(steps) for each in wide)
+        }
+        if not meant:
+            raise HalfbyteError(
+                f"--redo {pattern!r} means no quantized module of a block; accepted: a name, re:<regex> or wildcards"
+            )
+        found |= meant
+    return sorted(found)

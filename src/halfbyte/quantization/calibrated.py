@@ -22,11 +22,18 @@ from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from halfbyte.formats.quantize import dequantize
 from halfbyte.models.folding import Fold, find_folds
 from halfbyte.models.producers import NormProducer
-from halfbyte.quantization.block_plan import BlockPlan, by_block, fingerprint, first_entry, quantize_steps
+from halfbyte.quantization.block_plan import (
+    BlockPlan,
+    by_block,
+    fingerprint,
+    first_entry,
+    meant_blocks,
+    quantize_steps,
+)
 from halfbyte.quantization.block_step import QuantizedBlock, quantize_block
 from halfbyte.quantization.job import QuantizationResult, output_config, plan_notes, source_bytes
 from halfbyte.quantization.plan import Copy, QuantizationPlan, Step
-from halfbyte.quantization.report import REPORT_FILE, BlockReport, run_report
+from halfbyte.quantization.report import REPORT_FILE, BlockReport, read_reports, run_report
 from halfbyte.quantization.without_data import write_without_data
 
 
@@ -55,6 +62,7 @@ def run_calibrated(
     device: torch.device | str = "cpu",
     activations: str = "memory",
     overwrite: bool = False,
+    redo: Sequence[str] = (),
     shard_bytes: int = SHARD_BYTES,
     on_progress: OnProgress | None = None,
 ) -> QuantizationResult:
@@ -63,6 +71,8 @@ def run_calibrated(
     Every block sees what the quantized blocks before it put out. Memory: one block, the moments of its inputs, and
     hidden states of all samples, which ``activations`` keeps in ``memory`` or on ``disk``.
     A run that was interrupted goes on after its last finished block, and gives the same bytes.
+    redo: patterns of modules whose blocks are quantized again, with this recipe and data; all other blocks stay as an
+    unfinished run or OUT has them (those behind a redone one were calibrated on what it put out before).
     Errors: NaN or Inf in a weight or a block's output; a full disk; ``out`` exists without ``overwrite``; unfinished
     work of another run in its place.
     """
@@ -72,6 +82,7 @@ def run_calibrated(
     model = BlockModel.open(checkpoint, plan.layout, device=device)
     blocks = by_block(plan, model)
     identity = fingerprint(plan, data.samples, torch.device(device).type, str(model.dtype))
+    again = [first_entry(blocks.blocks[index]) for index in meant_blocks(blocks, redo)]
     with CheckpointWriter(
         out,
         blocks.entries,
@@ -79,13 +90,15 @@ def run_calibrated(
         shard_bytes=shard_bytes,
         starts=blocks.starts,
         keep_others=True,
+        redo=again if redo else None,
         fingerprint=identity,
     ) as writer:
         for _ in write_without_data(plan, blocks.outside, writer):
             pass
         store: ActivationStore = MemoryStore() if activations == "memory" else DiskStore(writer.folder)
         try:
-            run = _Run(plan, blocks, model, data, store, writer, on_progress)
+            known = read_reports(Path(out)) if redo else {}
+            run = _Run(plan, blocks, model, data, store, writer, known, on_progress)
             reports = list(run.all_blocks())
         finally:
             store.close()
@@ -115,14 +128,17 @@ class _Run:
         data: CalibrationSet,
         store: ActivationStore,
         writer: CheckpointWriter,
+        known: Mapping[str, BlockReport],
         on_progress: OnProgress | None,
     ) -> None:
+        """known: reports of blocks that were quantized by a run that is complete."""
         self._plan = plan
         self._blocks = blocks
         self._model = model
         self._data = data
         self._store = store
         self._writer = writer
+        self._known = known
         self._on_progress = on_progress
         self._missing = {entry.name for entry in writer.missing()}
         self._modules = {module.name: module for module in plan.layout.modules}
@@ -142,7 +158,14 @@ class _Run:
             else:
                 if index < last:
                     self._pass_through(index, steps)
-                yield BlockReport.from_dict(self._writer.kept_notes(first_entry(steps)))
+                yield self._kept_report(index, steps)
+
+    def _kept_report(self, index: int, steps: Sequence[Step]) -> BlockReport:
+        kept = self._writer.kept_notes(first_entry(steps))
+        if kept:
+            return BlockReport.from_dict(kept)
+        name = self._model.blocks[index]
+        return self._known.get(name, BlockReport(name, (), notes=("written by a run that left no report",)))
 
     def _is_missing(self, steps: Sequence[Step]) -> bool:
         return any(entry.name in self._missing for step in steps for entry in step.entries)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from halfbyte.errors import HalfbyteError
 
 REPORT_FILE = "quantization_report.json"
 
@@ -85,6 +89,21 @@ def run_report(
         },
         "blocks": [block.to_dict() for block in blocks],
     }
+
+
+def read_reports(folder: Path) -> dict[str, BlockReport]:
+    """The blocks' reports in a checkpoint directory, by block; empty without a report.
+
+    Errors: a report that is damaged or has another form.
+    """
+    file = folder / REPORT_FILE
+    if not file.exists():
+        return {}
+    try:
+        blocks = json.loads(file.read_text(encoding="utf-8"))["blocks"]
+        return {block["block"]: BlockReport.from_dict(block) for block in blocks}
+    except (ValueError, KeyError, TypeError) as error:
+        raise HalfbyteError(f"{file}: is no report of a calibrated run ({error})") from None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
