@@ -77,7 +77,7 @@ def test_plain_data_and_back(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("sheme: w4a8", ["'sheme'", "scheme, group_size, symmetric, algorithm, clip, ignore, targets"]),
+        ("sheme: w4a8", ["'sheme'", "scheme, group_size, symmetric, algorithm, clip, target, ignore, targets"]),
         (
             "targets: {a: {groupsize: 64}}",
             ["'groupsize'", "'a'", "scheme, group_size, symmetric, algorithm, clip"],

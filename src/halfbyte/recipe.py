@@ -5,6 +5,7 @@ In YAML::
     scheme: w4a8                     # a preset, or "none" to quantize only the targets
     algorithm: awq+gptq              # steps joined by +; default rtn, without data
     clip: mse                        # ranges of least error; default output with data, none without
+    target: vllm                     # the numbers of vLLM's W4A8 kernel; default halfbyte's, exact scales
     ignore:
       - "re:.*layers\\.0\\."          # exact name, re:<regex from the start>, or wildcards
     targets:
@@ -36,6 +37,7 @@ NO_SCHEME = "none"
 PER_ROW = -1
 DEFAULT_SCHEME = "w4a8"
 Clip = Literal["none", "mse", "output"]
+TargetName = Literal["halfbyte", "vllm"]
 
 
 class Options(BaseModel):
@@ -77,6 +79,7 @@ class Recipe(BaseModel):
     symmetric: StrictBool | None = None
     algorithm: StrictStr = RTN
     clip: Clip | None = None
+    target: TargetName = "halfbyte"
     ignore: tuple[StrictStr, ...] = ()
     targets: dict[StrictStr, Annotated[Options, BeforeValidator(_options)]] = {}
 

@@ -14,12 +14,17 @@ import torch
 import transformers
 
 import halfbyte
+from halfbyte.algorithms.output_error import output_error
 from halfbyte.checkpoint.output_directory import OutputDirectory
+from halfbyte.checkpoint.quantized_weight import decode
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import HalfbyteError, NonFiniteError
+from halfbyte.formats.vllm_scales import settle, vllm_dequantize
+from halfbyte.models import folding
 from halfbyte.quantization.calibrated import Progress
 from halfbyte.quantization.report import REPORT_FILE
 from halfbyte.recipe import Recipe
+from halfbyte.schemes import PRESETS
 from tests.quantization.calibrated_runs import contents, quantize, samples
 from tests.tiny import FAMILIES, VOCAB_SIZE, tiny_model
 
@@ -256,16 +261,17 @@ def test_few_tokens_fall_back_to_round_to_nearest_by_name(tmp_path: Path) -> Non
     assert any("q_proj: rounded to nearest (saw 40 tokens, fewer than 64)" in note for note in result.notes)
 
 
-def test_blocks_of_a_family_without_folds_are_named(tmp_path: Path) -> None:
+def test_a_family_whose_wiring_is_not_known_is_quantized_without_scaling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = tiny_model("llama", tmp_path)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "model_type": "arcee"}))
-    shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    try:
-        result = quantize(source, tmp_path / "out")
-    except HalfbyteError as error:
-        pytest.skip(f"this transformers builds no such model: {error}")
-    assert any("14 modules keep the scale of their inputs" in note for note in result.notes)
+    monkeypatch.setattr(folding, "wiring_of", lambda config: None)
+    result = quantize(source, tmp_path / "out")
+    assert any(
+        "14 modules keep the scale of their inputs: what its inputs come from" in n for n in result.notes
+    )
+    modules = [module for block in report_of(tmp_path / "out")["blocks"] for module in block["modules"]]
+    assert all(module["scaling"] is None and module["error"] < module["error_rtn"] for module in modules)
 
 
 def test_progress_rises_to_the_end(tmp_path: Path) -> None:
@@ -337,3 +343,64 @@ def test_a_redo_that_means_nothing(tmp_path: Path) -> None:
     with pytest.raises(HalfbyteError, match=r"--redo 'layers\.9\.\*' means no quantized module"):
         quantize(source, tmp_path / "out", redo=["layers.9.*"])
     assert contents(tmp_path / "out") == before
+
+
+def test_a_target_is_what_its_kernel_makes_of_the_weights(tmp_path: Path) -> None:
+    """Scales survive vLLM's loading, and codes are chosen for what its kernel makes of them."""
+    source = tiny_model("llama", tmp_path)
+    quantize(source, tmp_path / "vllm", Recipe(algorithm="gptq", target="vllm"))
+    quantize(source, tmp_path / "exact", Recipe(algorithm="gptq"))
+    original = Checkpoint.open(source)
+    moments: dict[str, torch.Tensor] = {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for leaf in ("q_proj", "o_proj"):
+        seen: list[torch.Tensor] = []
+        module = model.model.layers[0].self_attn.get_submodule(leaf)
+        hook = module.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0][0]))
+        with torch.no_grad():
+            for sample in samples().samples:
+                model(sample.ids[None])
+        hook.remove()
+        moments[leaf] = torch.cat(seen).T @ torch.cat(seen)
+    scheme = PRESETS["w4a8"]
+    for leaf, moment in moments.items():
+        name = f"model.layers.0.self_attn.{leaf}"
+        weight = original.load(f"{name}.weight").float()
+        errors = {}
+        for target in ("vllm", "exact"):
+            written = Checkpoint.open(tmp_path / target)
+            stored = {n: written.load(n) for n in written.tensors if n.startswith(f"{name}.")}
+            q = decode(name, scheme, stored)
+            errors[target] = output_error(weight, vllm_dequantize(q), moment)
+            assert torch.equal(settle(q.scales), q.scales) == (target == "vllm")
+        assert errors["vllm"] < errors["exact"]
+
+
+def test_vllm_takes_groups_of_128_only(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    with pytest.raises(
+        HalfbyteError, match=r"target vllm takes symmetric int4 in groups of 128 .* groups of 64"
+    ):
+        quantize(source, tmp_path / "out", Recipe(algorithm="gptq", target="vllm", group_size=64))
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_without_data_for_vllm_too(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    halfbyte.quantize(source, tmp_path / "out", recipe=Recipe(target="vllm", clip="mse"))
+    written = Checkpoint.open(tmp_path / "out")
+    name = "model.layers.1.mlp.up_proj"
+    q = decode(
+        name, PRESETS["w4a8"], {n: written.load(n) for n in written.tensors if n.startswith(f"{name}.")}
+    )
+    assert torch.equal(settle(q.scales), q.scales)
+    weight = Checkpoint.open(source).load(f"{name}.weight").float()
+    assert float((vllm_dequantize(q) - weight).norm() / weight.norm()) < 0.12
+
+
+def test_two_levels_are_searched_for_the_outputs(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    quantize(source, tmp_path / "out", Recipe(scheme="w4a8-int8", algorithm="gptq"))
+    quantize(source, tmp_path / "plain", Recipe(scheme="w4a8-int8", algorithm="gptq", clip="none"))
+    errors = [report_of(tmp_path / run)["totals"] for run in ("out", "plain")]
+    assert errors[0]["error"] < errors[1]["error"] < errors[1]["error_rtn"]

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from halfbyte.algorithms.output_error import output_error
-from halfbyte.algorithms.rtn import rtn
+from halfbyte.algorithms.targets import Target
 from halfbyte.calibration.loaded_block import LoadedBlock
 from halfbyte.calibration.observers import Observation
 from halfbyte.calibration.statistics import InputStatistics
 from halfbyte.errors import HalfbyteError
-from halfbyte.formats.quantize import dequantize
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.scales import LARGEST_SCALE, scale_values
 from halfbyte.formats.spec import TensorFormat
@@ -44,6 +43,7 @@ def quantize_block(
     observation: Observation,
     *,
     methods: Mapping[str, Method],
+    targets: Mapping[str, Target],
     folds: Sequence[Fold],
     modules: Mapping[str, ModuleInfo],
     load: Callable[[str], torch.Tensor],
@@ -52,8 +52,9 @@ def quantize_block(
 ) -> QuantizedBlock:
     """Quantizes the weights of ``steps``, all in ``block``, which then holds what they decode to.
 
-    methods, modules: of the whole model, by name. folds: those of this block. load: stored tensors by name. dtype: the
-    model's (bf16, f16 or f32), which scales are stored in. on_module: called with each module and its output error.
+    methods, targets, modules: of the whole model, by name. folds: those of this block. load: stored tensors by name.
+    dtype: the model's (bf16, f16 or f32), which scales are stored in. on_module: called with each module and its
+    output error.
     Errors: weights that are not finite, or scales that are not; the tensor is named.
     """
     formats = {step.module.name: step.scheme.weights.with_scale(dtype) for step in steps}
@@ -61,20 +62,19 @@ def quantize_block(
     chosen = {name: _usable(methods[name], statistics.get(name)) for name in formats}
     weights = {name: block.weight(name).float() for name in formats}
     before = {
-        name: output_error(weights[name], dequantize(rtn(weights[name], fmt)), statistics[name].moment)
+        name: output_error(weights[name], targets[name].nearest(weights[name], fmt), statistics[name].moment)
         for name, fmt in formats.items()
         if name in statistics
     }
     tensors = BlockTensors(modules, weights, load)
-    spreads = scale_inputs(
-        folds, tensors, formats, {name: method for name, (method, _) in chosen.items()}, statistics
-    )
+    usable = {name: method for name, (method, _) in chosen.items()}
+    spreads = scale_inputs(folds, tensors, formats, usable, statistics, targets)
     for name, tensor in tensors.stored.items():
         block.put_parameter(name, tensor)
 
     partners = _partners(steps)
     rounded: dict[str, Rounded] = {}
-    for names in _same_input(formats, chosen, statistics):
+    for names in _same_input(formats, chosen, targets, statistics):
         elsewhere = [max(float(weights[other].abs().max()) for other in partners[name]) for name in names]
         seen = statistics.get(names[0])
         some = round_weights(
@@ -83,6 +83,7 @@ def quantize_block(
             chosen[names[0]][0],
             None if seen is None else seen.moment,
             elsewhere,
+            targets[names[0]],
         )
         rounded |= dict(zip(names, some, strict=True))
 
@@ -91,7 +92,7 @@ def quantize_block(
         name = step.module.name
         result, (method, why) = rounded[name], chosen[name]
         _require_sound(name, result.quantized)
-        decoded = dequantize(result.quantized)
+        decoded = targets[name].decode(result.quantized)
         seen = statistics.get(name)
         error = None if seen is None else output_error(weights[name], decoded, seen.moment)
         block.put(name, decoded)
@@ -141,13 +142,14 @@ def _partners(steps: Sequence[Quantize]) -> dict[str, list[str]]:
 def _same_input(
     formats: Mapping[str, TensorFormat],
     chosen: Mapping[str, tuple[Method, str | None]],
+    targets: Mapping[str, Target],
     statistics: Mapping[str, InputStatistics],
 ) -> list[list[str]]:
-    """Names in lists of those that can be rounded together: same statistics, format and method."""
+    """Names in lists of those that can be rounded together: same statistics, format, method and target."""
     together: dict[tuple[object, ...], list[str]] = {}
     for name, fmt in formats.items():
         seen = statistics.get(name)
-        key = (name if seen is None else id(seen), fmt, chosen[name][0])
+        key = (name if seen is None else id(seen), fmt, chosen[name][0], targets[name])
         together.setdefault(key, []).append(name)
     return list(together.values())
 

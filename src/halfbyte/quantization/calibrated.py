@@ -19,7 +19,6 @@ from halfbyte.checkpoint.output_directory import refuse_to_replace_source
 from halfbyte.checkpoint.quantized_weight import decode, encode
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
-from halfbyte.formats.quantize import dequantize
 from halfbyte.models.folding import Fold, find_folds
 from halfbyte.models.producers import NormProducer
 from halfbyte.quantization.block_plan import (
@@ -32,6 +31,7 @@ from halfbyte.quantization.block_plan import (
 )
 from halfbyte.quantization.block_step import QuantizedBlock, quantize_block
 from halfbyte.quantization.job import QuantizationResult, output_config, plan_notes, source_bytes
+from halfbyte.quantization.kernel_targets import kernel_targets
 from halfbyte.quantization.plan import Copy, QuantizationPlan, Step
 from halfbyte.quantization.report import REPORT_FILE, BlockReport, read_reports, run_report
 from halfbyte.quantization.without_data import write_without_data
@@ -141,6 +141,7 @@ class _Run:
         self._known = known
         self._on_progress = on_progress
         self._missing = {entry.name for entry in writer.missing()}
+        self._targets = kernel_targets(plan)
         self._modules = {module.name: module for module in plan.layout.modules}
         found = find_folds(plan.layout, plan.checkpoint.shapes, plan.checkpoint.config)
         self._folds = found.folds
@@ -186,6 +187,7 @@ class _Run:
                 quantized,
                 observation,
                 methods=methods,
+                targets=self._targets,
                 folds=[fold for fold in self._folds if _is_inside(fold, block)],
                 modules=self._modules,
                 load=self._plan.checkpoint.load,
@@ -225,7 +227,7 @@ class _Run:
                 else:
                     name = step.module.name
                     stored = {entry.name: written.load(entry.name) for entry in step.entries}
-                    block.put(name, dequantize(decode(name, step.scheme, stored)))
+                    block.put(name, self._targets[name].decode(decode(name, step.scheme, stored)))
             self._forward(index, block)
 
     def _forward(self, index: int, block: LoadedBlock) -> None:

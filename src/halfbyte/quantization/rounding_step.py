@@ -9,8 +9,9 @@ import torch
 
 from halfbyte.algorithms.clip import clip_mse_grid, clip_output_grid
 from halfbyte.algorithms.gptq import gptq
+from halfbyte.algorithms.qoq import qoq_grid
+from halfbyte.algorithms.targets import Target
 from halfbyte.formats.grid import Grid, Ranges, choose_grid
-from halfbyte.formats.quantize import encode
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.spec import TensorFormat
 from halfbyte.method import Method
@@ -35,8 +36,9 @@ def round_weights(
     method: Method,
     moment: torch.Tensor | None,
     elsewhere: Sequence[float],
+    target: Target,
 ) -> list[Rounded]:
-    """Weights ``[out_i, in]``, fp32, of layers that read the same input, in ``fmt`` by ``method``.
+    """Weights ``[out_i, in]``, fp32, of layers that read the same input, in ``fmt`` by ``method`` for ``target``.
 
     moment: mean of x x^T of that input, fp32 ``[in, in]``; none if ``method`` needs no data. elsewhere: for each
     weight the largest magnitude of others that share its outer scale per tensor.
@@ -45,12 +47,12 @@ def round_weights(
     by_rows = fmt.granularity in ("group", "channel") and fmt.outer != "tensor"
     if not by_rows:
         return [
-            _round(weight, fmt, method, moment, absmax)
+            _round(weight, fmt, method, moment, absmax, target)
             for weight, absmax in zip(weights, elsewhere, strict=True)
         ]
     rounded: list[Rounded] = []
     for some in _batches(weights):
-        whole = _round(torch.cat(some), fmt, method, moment, 0.0)
+        whole = _round(torch.cat(some), fmt, method, moment, 0.0, target)
         start = 0
         for weight in some:
             rows = slice(start, start + len(weight))
@@ -70,35 +72,36 @@ def _batches(weights: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _round(
-    weight: torch.Tensor, fmt: TensorFormat, method: Method, moment: torch.Tensor | None, elsewhere: float
-) -> Rounded:
-    ranges = Ranges.of(weight, fmt, elsewhere)
-    whole = choose_grid(ranges, fmt)
-    grid = _grid(weight, fmt, method, moment, whole, elsewhere)
-    narrowed = None
-    if method.clip != "none":
-        narrowed = float((grid.scales.float() < whole.scales.float()).float().mean())
-    if method.rounding != "gptq":
-        return Rounded(encode(weight, fmt, grid), narrowed)
-    assert moment is not None
-    result = gptq(weight, fmt, moment, grid=grid)
-    return Rounded(result.quantized, narrowed, result.damping[0], result.fallback[0])
-
-
-def _grid(
     weight: torch.Tensor,
     fmt: TensorFormat,
     method: Method,
     moment: torch.Tensor | None,
-    whole: Grid,
     elsewhere: float,
+    target: Target,
+) -> Rounded:
+    whole = choose_grid(Ranges.of(weight, fmt, elsewhere), fmt)
+    grid, narrowed = whole, None
+    if method.clip != "none":
+        grid = clipped_grid(weight, fmt, method.clip, moment, elsewhere)
+        narrowed = float((grid.scales.float() < whole.scales.float()).float().mean())
+    if method.rounding != "gptq":
+        return Rounded(target.round(weight, fmt, grid), narrowed)
+    assert moment is not None
+    result = gptq(weight, fmt, moment, rounding=target.rounding(grid, fmt, tuple(weight.shape)))
+    return Rounded(result.quantized, narrowed, result.damping[0], result.fallback[0])
+
+
+def clipped_grid(
+    weight: torch.Tensor, fmt: TensorFormat, clip: str, moment: torch.Tensor | None, elsewhere: float
 ) -> Grid:
-    if method.clip == "mse":
+    """The grid of least error, of the weight (``mse``) or of the layer's outputs (``output``, with ``moment``)."""
+    measured = moment if clip == "output" else None
+    assert clip != "output" or moment is not None
+    if fmt.scale == "int8":
+        return qoq_grid(weight, fmt, measured)
+    if measured is None:
         return clip_mse_grid(weight, fmt, elsewhere=elsewhere)
-    if method.clip == "output":
-        assert moment is not None
-        return clip_output_grid(weight, fmt, moment, elsewhere=elsewhere)
-    return whole
+    return clip_output_grid(weight, fmt, measured, elsewhere=elsewhere)
 
 
 def _rows(q: QuantizedTensor, rows: slice) -> QuantizedTensor:

@@ -11,6 +11,7 @@ from halfbyte.algorithms.awq import awq_scales
 from halfbyte.algorithms.fold import fold_scales_, folded_statistics
 from halfbyte.algorithms.shared_columns import SharedColumns
 from halfbyte.algorithms.smoothquant import smoothquant_scales
+from halfbyte.algorithms.targets import Target
 from halfbyte.calibration.statistics import InputStatistics
 from halfbyte.formats.spec import TensorFormat
 from halfbyte.method import Method
@@ -66,6 +67,7 @@ def scale_inputs(
     formats: Mapping[str, TensorFormat],
     methods: Mapping[str, Method],
     statistics: dict[str, InputStatistics],
+    targets: Mapping[str, Target],
 ) -> dict[str, float]:
     """Finds and folds the scales that the methods ask for; ``statistics`` (by module) become those after it.
 
@@ -85,7 +87,13 @@ def scale_inputs(
         seen = statistics[meant[0]]
         weights = [tensors.quantized[name] for name in meant]
         if methods[meant[0]].scaling == "awq":
-            found = awq_scales(weights, [formats[name] for name in meant], seen, shared=shared)
+            found = awq_scales(
+                weights,
+                [formats[name] for name in meant],
+                seen,
+                shared=shared,
+                round_trip=targets[meant[0]].nearest,
+            )
             if found.exponent is None:
                 continue
             scales = found.scales

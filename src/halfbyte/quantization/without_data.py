@@ -8,15 +8,17 @@ from functools import partial
 
 import torch
 
-from halfbyte.algorithms.clip import clip_mse
-from halfbyte.algorithms.rtn import rtn
+from halfbyte.algorithms.targets import Target
 from halfbyte.checkpoint.quantized_weight import encode
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter
 from halfbyte.errors import HalfbyteError
+from halfbyte.formats.grid import Ranges, choose_grid
 from halfbyte.models.layout import ModuleInfo
+from halfbyte.quantization.kernel_targets import kernel_targets
 from halfbyte.quantization.partners import PartnersAbsmax
 from halfbyte.quantization.plan import Copy, QuantizationPlan, Quantize, Step
+from halfbyte.quantization.rounding_step import clipped_grid
 
 
 def write_without_data(
@@ -29,12 +31,15 @@ def write_without_data(
     """
     missing = {entry.name for entry in writer.missing()}
     partners_absmax = PartnersAbsmax(plan.checkpoint, plan.layout)
+    targets = kernel_targets(plan)
     for step, weight in _with_weights(plan.checkpoint, steps, missing):
         if isinstance(step, Copy):
             if step.tensor in missing:
                 writer.write(step.tensor, partial(plan.checkpoint.copy_bytes, step.tensor))
         elif weight is not None:
-            for name, tensor in _quantized(plan, step, weight, partners_absmax).items():
+            for name, tensor in _quantized(
+                plan, step, weight, partners_absmax, targets[step.module.name]
+            ).items():
                 if name in missing:
                     writer.write(name, tensor)
         yield step
@@ -76,16 +81,20 @@ def _quantized(
     step: Quantize,
     weight: torch.Tensor,
     partners_absmax: Callable[[ModuleInfo], float],
+    target: Target,
 ) -> dict[str, torch.Tensor]:
     """The stored tensors of one module."""
     dtype = plan.checkpoint.model_dtype
     number_format = step.scheme.weights.with_scale(dtype)
-    algorithm = clip_mse if plan.assignment.methods[step.module.name].clip == "mse" else rtn
+    clip = plan.assignment.methods[step.module.name].clip
     shared = number_format.outer == "tensor" and step.module.fused_group is not None
+    elsewhere = partners_absmax(step.module) if shared else 0.0
     try:
-        quantized = algorithm(
-            weight, number_format, elsewhere=partners_absmax(step.module) if shared else 0.0
-        )
+        if clip == "none":
+            grid = choose_grid(Ranges.of(weight, number_format, elsewhere), number_format)
+        else:
+            grid = clipped_grid(weight, number_format, clip, None, elsewhere)
+        quantized = target.round(weight, number_format, grid)
     except HalfbyteError as error:
         stored = plan.checkpoint.info(step.module.source.tensor)
         raise type(error)(f"{stored.file}: {stored.name}: {error}") from None

@@ -1,0 +1,39 @@
+"""Which module is rounded to which kernel's numbers."""
+
+from __future__ import annotations
+
+from halfbyte.algorithms.targets import ExactScales, Target, VllmScales
+from halfbyte.errors import HalfbyteError
+from halfbyte.formats.vllm_scales import VLLM_W4A8
+from halfbyte.quantization.plan import QuantizationPlan, Quantize
+from halfbyte.schemes import Scheme
+
+
+def kernel_targets(plan: QuantizationPlan) -> dict[str, Target]:
+    """For each module that ``plan`` quantizes: with the recipe's target ``vllm``, vLLM's for W4A8 in FP8.
+
+    Errors: a W4A8 weight that vLLM's kernel cannot take.
+    """
+    targets: dict[str, Target] = {}
+    for step in plan.steps:
+        if isinstance(step, Quantize):
+            vllm = plan.recipe.target == "vllm" and _is_w4a8(step.scheme)
+            if vllm:
+                _require_vllm_format(step, plan.checkpoint.model_dtype)
+            targets[step.module.name] = VllmScales() if vllm else ExactScales()
+    return targets
+
+
+def _is_w4a8(scheme: Scheme) -> bool:
+    activations = scheme.activations
+    return scheme.weights.element == "int4" and activations is not None and activations.element == "e4m3"
+
+
+def _require_vllm_format(step: Quantize, dtype: str) -> None:
+    found = step.scheme.weights.with_scale(dtype)
+    if found != VLLM_W4A8:
+        raise HalfbyteError(
+            f"{step.module.name}: target vllm takes symmetric int4 in groups of 128 with bf16 scales, not "
+            f"{'symmetric' if found.symmetric else 'asymmetric'} int4 in groups of {found.group_size} with "
+            f"{found.scale} scales; accepted: such modules in ignore, or another scheme for them"
+        )
