@@ -88,6 +88,7 @@ def _quantize_with_data(
     from transformers import AutoTokenizer
 
     from halfbyte.calibration.load import load_samples
+    from halfbyte.calibration.ranks import joined
     from halfbyte.calibration.request import DEFAULT_DATA, DEFAULT_LENGTH, CalibrationData
     from halfbyte.devices import device_named
     from halfbyte.models.config_fields import read_config
@@ -110,16 +111,18 @@ def _quantize_with_data(
         context=context,
         seed=given.seed,
     )
-    return run_calibrated(
-        plan,
-        out,
-        samples,
-        device=device_named(device),
-        activations=given.activations,
-        overwrite=overwrite,
-        redo=redo,
-        on_progress=on_block,
-    )
+    with joined(device_named(device)) as (ranks, place):
+        return run_calibrated(
+            plan,
+            out,
+            samples,
+            device=place,
+            activations=given.activations,
+            overwrite=overwrite,
+            redo=redo,
+            ranks=ranks,
+            on_progress=on_block if ranks.is_first else None,
+        )
 
 
 def recipe_of(

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from halfbyte.bench.calibration_process import CalibrationRequest
+from halfbyte.bench.only_choice import only_choice
 from halfbyte.bench.pooled_weights import fill_with_random_weights
 from halfbyte.bench.process import measure
 from halfbyte.bench.qwen3_moe_shape import Qwen3MoeShape
@@ -58,9 +58,8 @@ class CalibrationCase:
         if self.layers is not None and not 1 <= self.layers <= most:
             raise HalfbyteError(f"{self.layers} layers of shape {self.shape}; accepted: 1 to {most}")
         if self.activations not in ACTIVATIONS:
-            raise HalfbyteError(
-                f"activations in {self.activations!r}; accepted: {' or '.join(ACTIVATIONS)}"
-            )
+            raise HalfbyteError(f"activations in {self.activations!r}; accepted: {' or '.join(ACTIVATIONS)}")
+        only_choice(self.recipe)
         device_named(self.device)
 
     @property
@@ -68,6 +67,23 @@ class CalibrationCase:
         """The model that is made."""
         whole = SHAPES[self.shape]
         return whole if self.layers is None else replace(whole, layers=self.layers)
+
+
+@dataclass(frozen=True)
+class CalibrationRequest:
+    """model, out: directories. recipe: its fields. vocab: ids of the samples are below it. blocks: of the whole model.
+    device, activations: see :func:`halfbyte.api.quantize` and :class:`~halfbyte.calibration.request.CalibrationData`.
+    """
+
+    model: str
+    out: str
+    recipe: dict[str, Any]
+    vocab: int
+    blocks: int
+    samples: int
+    length: int
+    device: str
+    activations: str
 
 
 def bench_calibration(folder: Path, case: CalibrationCase, say: Callable[[str], None]) -> list[Row]:
@@ -84,12 +100,12 @@ def bench_calibration(folder: Path, case: CalibrationCase, say: Callable[[str], 
     written = _make(source, case, say)
     with tempfile.TemporaryDirectory(prefix="quantized-", dir=folder) as temporary:
         result, peak = _run(Path(temporary), source, case)
-    assert case.recipe.default is not None
+    choice = only_choice(case.recipe)
     about: Row = {
         "shape": case.shape,
         "layers": model.layers,
-        "scheme": case.recipe.default.scheme.name,
-        "algorithm": str(case.recipe.default.method),
+        "scheme": choice.scheme.name,
+        "algorithm": str(choice.method),
         "samples": case.samples,
         "length": case.length,
         "activations": case.activations,
@@ -99,11 +115,11 @@ def bench_calibration(folder: Path, case: CalibrationCase, say: Callable[[str], 
         "op": "calibration",
         **about,
         "layers_of_model": whole.layers,
-        "source_gb": round(model.nbytes / 1e9, 3),
-        "checkpoint_gb": round(written / 1e9, 3),
+        "source_gb": round(model.nbytes / 1e9, 6),
+        "checkpoint_gb": round(written / 1e9, 6),
         **result,
         "model_s_is": _origin(model.layers, whole.layers),
-        "peak_rss_gb": round(peak / 1e9, 3),
+        "peak_rss_gb": round(peak / 1e9, 6),
     }
     return [
         total,
@@ -127,7 +143,7 @@ def _make(source: Path, case: CalibrationCase, say: Callable[[str], None]) -> in
     kept = case.samples * case.length * model.hidden * _HIDDEN_STATE_BYTES
     needed = (0 if made else model.nbytes) + written + (kept if case.activations == "disk" else 0)
     free = shutil.disk_usage(source.parent).free
-    gigabytes = f"{needed / 1e9:.2f} GB of the disk of {source.parent}, {free / 1e9:.2f} GB free"
+    gigabytes = f"{needed / 1e9:.3f} GB of the disk of {source.parent}, {free / 1e9:.3f} GB free"
     if needed > free:
         raise HalfbyteError(f"bench calibration needs {gigabytes}; accepted: fewer layers or another folder")
     say(f"uses {gigabytes}")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from halfbyte.bench.calibration import CalibrationRequest
 from halfbyte.bench.calibration_times import PHASES, CalibrationTimes
 from halfbyte.calibration.samples import CalibrationSet, DataReport, Sample
 from halfbyte.devices import device_named
@@ -21,23 +21,6 @@ from halfbyte.quantization.calibrated import run_calibrated
 from halfbyte.quantization.job import prepare
 from halfbyte.quantization.report import REPORT_FILE
 from halfbyte.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class CalibrationRequest:
-    """model, out: directories. recipe: its fields. vocab: ids of the samples are below it. blocks: of the whole model.
-    device, activations: see :func:`halfbyte.api.quantize` and :class:`~halfbyte.calibration.request.CalibrationData`.
-    """
-
-    model: str
-    out: str
-    recipe: dict[str, Any]
-    vocab: int
-    blocks: int
-    samples: int
-    length: int
-    device: str
-    activations: str
 
 
 def run(request: CalibrationRequest) -> dict[str, Any]:
@@ -50,20 +33,16 @@ def run(request: CalibrationRequest) -> dict[str, Any]:
     device = device_named(request.device)
     plan = prepare(request.model, Recipe(**request.recipe))
     data = random_samples(request.vocab, request.samples, request.length)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     before = _file_bytes()
     times = CalibrationTimes()
-    run_calibrated(
-        plan, request.out, data, device=device, activations=request.activations, on_progress=times
-    )
+    run_calibrated(plan, request.out, data, device=device, activations=request.activations, on_progress=times)
     times.finish()
     after = _file_bytes()
     document = json.loads((Path(request.out) / REPORT_FILE).read_text())
     model_seconds = times.of_model(request.blocks)
     on_gpu = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "device": device.type,
         "seconds": round(times.total, 3),
         "start_s": round(times.start or 0.0, 3),
         **{f"{phase}_s": round(times.phase(phase), 3) for phase in PHASES},
@@ -73,9 +52,9 @@ def run(request: CalibrationRequest) -> dict[str, Any]:
         "tokens_per_s": None
         if model_seconds is None
         else round(request.samples * request.length / model_seconds, 1),
-        "peak_gpu_gb": round(torch.cuda.max_memory_allocated(device) / 1e9, 3) if on_gpu else None,
-        "read_gb": None if before is None or after is None else round((after[0] - before[0]) / 1e9, 3),
-        "written_gb": None if before is None or after is None else round((after[1] - before[1]) / 1e9, 3),
+        "peak_gpu_gb": round(torch.cuda.max_memory_allocated(device) / 1e9, 6) if on_gpu else None,
+        "read_gb": None if before is None or after is None else round((after[0] - before[0]) / 1e9, 6),
+        "written_gb": None if before is None or after is None else round((after[1] - before[1]) / 1e9, 6),
         "fallbacks": len(document["totals"]["fallbacks"]),
         "blocks": [{f"{phase}_s": round(block[phase], 3) for phase in PHASES} for block in times.blocks],
     }

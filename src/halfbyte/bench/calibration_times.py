@@ -15,10 +15,11 @@ PHASES = ("observing", "quantizing", "running")
 class CalibrationTimes:
     """Pass it as ``on_progress`` to a run that begins now, and call :meth:`finish` at its end.
 
-    Time up to an event belongs to what the event says is being done, so that a block's reading is part of its
-    ``observing``, and its writing of its ``running``. What comes before the first event, :attr:`start`, is opening,
-    what is outside the blocks, the samples' embedding, and the first block's reading with its first sample. What comes
-    after the last one, :attr:`end`, is the last block's writing and the checkpoint's finish.
+    Time up to an event belongs to the phase that the event names, or to the one before if it names none of
+    :data:`PHASES`. So a block's reading is part of its ``observing`` and its writing of its ``running``, or of the last
+    block's ``quantizing``. What comes before the first event, :attr:`start`, is opening, what is outside the blocks,
+    the samples' embedding, and the first block's reading with its first sample. What comes after the last event,
+    :attr:`end`, is the checkpoint's finish.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -29,15 +30,18 @@ class CalibrationTimes:
 
     def __post_init__(self) -> None:
         self._last = self.clock()
+        self._phase = PHASES[0]
 
     def __call__(self, progress: Progress) -> None:
         seconds = self._lap()
         if not self.blocks:
             self.blocks = [dict.fromkeys(PHASES, 0.0) for _ in range(progress.blocks)]
+        if progress.doing in PHASES:
+            self._phase = progress.doing
         if self.start is None:
             self.start = seconds
         else:
-            self.blocks[progress.block - 1][progress.doing] += seconds
+            self.blocks[progress.block - 1][self._phase] += seconds
 
     def finish(self) -> None:
         self.end = self._lap()

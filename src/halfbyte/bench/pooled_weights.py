@@ -22,14 +22,14 @@ def fill_with_random_weights(checkpoint: Path, *, pool_elements: int = POOL_ELEM
     tensors = Checkpoint.open(checkpoint).tensors.values()
     elements = min(pool_elements, sum(info.nbytes for info in tensors) // 2 | 1)
     numbers = torch.randn(elements, generator=torch.Generator().manual_seed(seed)).mul_(_WEIGHT_STD)
-    pool = memoryview(numbers.bfloat16().view(torch.int16).numpy()).cast("B")
+    pool = numbers.bfloat16().view(torch.int16).numpy().data.cast("B")
     del numbers
     start = 0
     for info in tensors:
         with info.file.open("r+b") as file:
             file.seek(info.offset)
             if info.name.endswith("norm.weight"):
-                file.write(torch.ones(info.shape, dtype=torch.bfloat16).view(torch.int16).numpy())
+                file.write(torch.ones(info.shape, dtype=torch.bfloat16).view(torch.int16).numpy().data)
                 continue
             for part in _pieces(pool, start, info.nbytes):
                 file.write(part)

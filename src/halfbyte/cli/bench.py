@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from halfbyte.cli import bench_arguments as arguments
+from halfbyte.cli.bench_calibration import calibration
+from halfbyte.cli.bench_folder import Folder, working_folder
 from halfbyte.cli.bench_gpu import kernels, latency, tune
 from halfbyte.cli.bench_output import Json, Output, report, require_writable
+from halfbyte.cli.bench_quality import quality
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -22,10 +21,8 @@ bench = typer.Typer(
 bench.command("kernels")(kernels)
 bench.command("tune")(tune)
 bench.command("latency")(latency)
-
-Folder = Annotated[
-    Path | None, typer.Option(help="Keep the synthetic checkpoints here; a temporary folder otherwise.")
-]
+bench.command("quality")(quality)
+bench.command("calibration")(calibration)
 
 
 @bench.command("quantize")
@@ -46,7 +43,7 @@ def quantize(
     from halfbyte.bench.quantize import bench_quantize
 
     require_writable(out)
-    with _working_folder(folder) as path:
+    with working_folder(folder) as path:
         report(bench_quantize(path, gigabytes, scheme or ["w4a8"], repeats), out, json_output)
 
 
@@ -64,7 +61,7 @@ def inspect(
     from halfbyte.bench.inspect import bench_inspect
 
     require_writable(out)
-    with _working_folder(folder) as path:
+    with working_folder(folder) as path:
         report(bench_inspect(path, repeats), out, json_output)
 
 
@@ -88,14 +85,3 @@ def linear(
     from halfbyte.bench.linear import bench_linear
 
     report(bench_linear(shapes, counts, scheme or ["w4a16", "w4a8"]), out, json_output)
-
-
-@contextmanager
-def _working_folder(folder: Path | None) -> Iterator[Path]:
-    """The folder asked for, made if need be, or a temporary one that is removed."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="halfbyte-bench-") as temporary:
-        yield Path(temporary)

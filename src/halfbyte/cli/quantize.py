@@ -87,6 +87,7 @@ def quantize(
     """
     from halfbyte import api
     from halfbyte.calibration.masks import MASKED_ROLES
+    from halfbyte.calibration.ranks import is_first_process
     from halfbyte.calibration.request import CalibrationData
 
     started = time.monotonic()
@@ -138,6 +139,8 @@ def quantize(
             on_block=block,
         )
     seconds = time.monotonic() - started
+    if not is_first_process():
+        return
     if json_output:
         console.print_json(
             {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,8 @@ from halfbyte.calibration.activations import ActivationStore, DiskStore, MemoryS
 from halfbyte.calibration.blocks import BlockModel
 from halfbyte.calibration.loaded_block import LoadedBlock
 from halfbyte.calibration.loaded_block import Sample as BlockSample
-from halfbyte.calibration.samples import CalibrationSet
+from halfbyte.calibration.ranks import Ranks
+from halfbyte.calibration.samples import CalibrationSet, Sample
 from halfbyte.checkpoint.output_directory import refuse_to_replace_source
 from halfbyte.checkpoint.quantized_weight import decode, encode
 from halfbyte.checkpoint.reader import Checkpoint
@@ -30,6 +32,7 @@ from halfbyte.quantization.block_plan import (
     quantize_steps,
 )
 from halfbyte.quantization.block_step import QuantizedBlock, quantize_block
+from halfbyte.quantization.follower import Follower
 from halfbyte.quantization.job import QuantizationResult, output_config, plan_notes, source_bytes
 from halfbyte.quantization.kernel_targets import kernel_targets
 from halfbyte.quantization.plan import Copy, QuantizationPlan, Step
@@ -51,6 +54,7 @@ class Progress:
     tokens_per_s: float | None = None
 
 
+ALONE = Ranks()
 OnProgress = Callable[[Progress], None]
 
 
@@ -63,6 +67,7 @@ def run_calibrated(
     activations: str = "memory",
     overwrite: bool = False,
     redo: Sequence[str] = (),
+    ranks: Ranks = ALONE,
     shard_bytes: int = SHARD_BYTES,
     on_progress: OnProgress | None = None,
 ) -> QuantizationResult:
@@ -73,40 +78,48 @@ def run_calibrated(
     A run that was interrupted goes on after its last finished block, and gives the same bytes.
     redo: patterns of modules whose blocks are quantized again, with this recipe and data; all other blocks stay as an
     unfinished run or OUT has them (those behind a redone one were calibrated on what it put out before).
+    ranks: all take part with the same arguments and a share of the samples; the first one writes.
     Errors: NaN or Inf in a weight or a block's output; a full disk; ``out`` exists without ``overwrite``; unfinished
     work of another run in its place.
     """
     checkpoint = plan.checkpoint
     for source in {checkpoint.path, *(info.file for info in checkpoint.tensors.values())}:
         refuse_to_replace_source(Path(out), source)
+    kernel_targets(plan)
     model = BlockModel.open(checkpoint, plan.layout, device=device)
     blocks = by_block(plan, model)
-    identity = fingerprint(plan, data.samples, torch.device(device).type, str(model.dtype))
-    again = [first_entry(blocks.blocks[index]) for index in meant_blocks(blocks, redo)]
-    with CheckpointWriter(
-        out,
-        blocks.entries,
-        overwrite=overwrite,
-        shard_bytes=shard_bytes,
-        starts=blocks.starts,
-        keep_others=True,
-        redo=again if redo else None,
-        fingerprint=identity,
-    ) as writer:
-        for _ in write_without_data(plan, blocks.outside, writer):
-            pass
-        store: ActivationStore = MemoryStore() if activations == "memory" else DiskStore(writer.folder)
-        try:
-            known = read_reports(Path(out)) if redo else {}
-            run = _Run(plan, blocks, model, data, store, writer, known, on_progress)
-            reports = list(run.all_blocks())
-        finally:
-            store.close()
+    with ExitStack() as stack:
+        output: CheckpointWriter | Follower
+        if ranks.is_first:
+            again = [first_entry(blocks.blocks[index]) for index in meant_blocks(blocks, redo)]
+            output = writer = stack.enter_context(
+                CheckpointWriter(
+                    out,
+                    blocks.entries,
+                    overwrite=overwrite,
+                    shard_bytes=shard_bytes,
+                    starts=blocks.starts,
+                    keep_others=True,
+                    redo=again if redo else None,
+                    fingerprint=fingerprint(plan, data.samples, torch.device(device).type, str(model.dtype)),
+                )
+            )
+            for _ in write_without_data(plan, blocks.outside, writer):
+                pass
+            ranks.from_first(Follower.of(writer))
+        else:
+            output = ranks.from_first(None)
+        store = MemoryStore() if activations == "memory" else DiskStore(output.folder)
+        stack.callback(store.close)
+        known = read_reports(Path(out)) if redo else {}
+        run = _Run(plan, blocks, model, ranks.share(data.samples), store, output, known, on_progress)
+        reports = list(run.all_blocks())
         notes = [*plan_notes(plan), *data.report.notes, *run.notes]
         document = run_report(plan.recipe.to_dict(), data.report.to_dict(), reports, notes)
-        writer.finish(output_config(plan), checkpoint.path, {REPORT_FILE: document})
+        if ranks.is_first:
+            writer.finish(output_config(plan), checkpoint.path, {REPORT_FILE: document})
+            notes = [*writer.notes, *notes]
     fallbacks = document["totals"]["fallbacks"]
-    notes = [*writer.notes, *notes]
     notes += [f"{name}: rounded to nearest ({why})" for name, why in fallbacks.items()]
     return QuantizationResult(
         out=Path(out),
@@ -125,9 +138,9 @@ class _Run:
         plan: QuantizationPlan,
         blocks: BlockPlan,
         model: BlockModel,
-        data: CalibrationSet,
+        samples: Sequence[Sample],
         store: ActivationStore,
-        writer: CheckpointWriter,
+        writer: CheckpointWriter | Follower,
         known: Mapping[str, BlockReport],
         on_progress: OnProgress | None,
     ) -> None:
@@ -135,7 +148,7 @@ class _Run:
         self._plan = plan
         self._blocks = blocks
         self._model = model
-        self._data = data
+        self._sequences = samples
         self._store = store
         self._writer = writer
         self._known = known
@@ -172,7 +185,7 @@ class _Run:
         return any(entry.name in self._missing for step in steps for entry in step.entries)
 
     def _enter(self) -> None:
-        for sample in self._data.samples:
+        for sample in self._sequences:
             self._store.append(self._model.enter(sample.ids[None]))
         self._model.release()
 
@@ -237,8 +250,8 @@ class _Run:
     def _samples(self, index: int, doing: str, begun: float = 0.0) -> Iterator[BlockSample]:
         """The samples as they enter block ``index``, with progress through a third of its work."""
         started, tokens = time.monotonic(), 0
-        count = len(self._data.samples)
-        for number, sample in enumerate(self._data.samples):
+        count = len(self._sequences)
+        for number, sample in enumerate(self._sequences):
             yield BlockSample(
                 self._store.read(number), sample.ids[None], f"sample {number + 1} of {count}", sample.counts
             )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from halfbyte.checkpoint.dtypes import TORCH_DTYPES
 from halfbyte.checkpoint.headers import TensorInfo
 from halfbyte.checkpoint.reader import Checkpoint, write_all
 from halfbyte.errors import HalfbyteError, NonFiniteError
@@ -94,9 +93,11 @@ class RotatedCheckpoint(Checkpoint):
             return torch.full_like(self.source.load_rows(name, start, stop), self.unit_gains[name])
         if turn is None:
             return self.source.load_rows(name, start, stop)
-        if self._step(name) == self.info(name).shape[0]:
-            return self._turned(name, turn, self.source.load(turn.origin))[start:stop]
         rows = self.source.load_rows(turn.origin, start, stop)
+        count = self.info(name).shape[0]
+        if self._step(name) == count:
+            whole = rows if stop - start == count else self.source.load(turn.origin)
+            return self._turned(name, turn, whole)[start:stop]
         for first, last in self._slabs(name, start, stop):
             rows[first - start : last - start] = self._turned(name, turn, rows[first - start : last - start])
         return rows
