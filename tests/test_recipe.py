@@ -77,13 +77,18 @@ def test_plain_data_and_back(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("sheme: w4a8", ["'sheme'", "scheme, group_size, symmetric, algorithm, clip, target, ignore, targets"]),
+        (
+            "sheme: w4a8",
+            ["'sheme'", "scheme, group_size, symmetric, algorithm, clip, target, ignore, targets"],
+        ),
         (
             "targets: {a: {groupsize: 64}}",
             ["'groupsize'", "'a'", "scheme, group_size, symmetric, algorithm, clip"],
         ),
         ("scheme: w4b8", ["'w4b8'", "w4a8-int8", "nvfp4"]),
         ("targets: {a: nvfp9}", ["target 'a'", "'nvfp9'", "nvfp4"]),
+        ("targets: {a: {algorithm: rotation+gptq}}", ["target 'a'", "whole model"]),
+        ("algorithm: gptx", ["'gptx'", "rotation, smoothquant, awq, rtn, gptq"]),
         ("clip: max", ["'clip'", "'max'", "'none', 'mse' or 'output'"]),
         ("group_size: '64'", ["'group_size'", "'64'", "integer"]),
         ("group_size: 0", ["group_size 0", "positive"]),

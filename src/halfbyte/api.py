@@ -58,13 +58,18 @@ def quantize(
 
     Errors: :class:`HalfbyteError` for anything wrong with the input, before work starts wherever headers tell.
     """
+    from halfbyte.devices import device_named
     from halfbyte.method import BEST
     from halfbyte.quantization import job
 
     if data is not None and algorithm is None and (recipe is None or scheme is not None):
         algorithm = BEST
     plan = job.prepare(
-        model, recipe_of(recipe, scheme, ignore, clip, algorithm), tp=tp, allow_pickle=allow_pickle
+        model,
+        recipe_of(recipe, scheme, ignore, clip, algorithm),
+        tp=tp,
+        allow_pickle=allow_pickle,
+        device=device_named(device),
     )
     if data is not None or any(method.needs_data for method in plan.assignment.methods.values()):
         again = [redo] if isinstance(redo, str) else list(redo)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from halfbyte.errors import HalfbyteError
 
+ROTATION = "rotation"
 RTN = "rtn"
-STEPS = ("rotation", "smoothquant", "awq", RTN, "gptq")
+STEPS = (ROTATION, "smoothquant", "awq", RTN, "gptq")
 """All steps, in the order in which they run, whatever the order in which they are named."""
 BEST = "awq+gptq"
 """What a run with calibration data does unless told otherwise."""

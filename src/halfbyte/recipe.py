@@ -29,7 +29,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, StrictI
 from halfbyte.assignment import Assignment, Choice, assign
 from halfbyte.errors import HalfbyteError
 from halfbyte.matching import Patterns
-from halfbyte.method import RTN, Method
+from halfbyte.method import ROTATION, RTN, Method
 from halfbyte.models.layout import ModelLayout
 from halfbyte.schemes import Scheme, resolve
 
@@ -93,6 +93,12 @@ class Recipe(BaseModel):
             raise HalfbyteError(f"recipe: {both[0]!r} stands in ignore and in targets; accepted: one of them")
         Patterns([*self.ignore, *self.targets])
         self._method(None, None)
+        for pattern, options in self.targets.items():
+            if options.algorithm and not self.rotates and ROTATION in options.algorithm.lower():
+                raise HalfbyteError(
+                    f"recipe: target {pattern!r} has {ROTATION}, which is of the whole model; accepted: it in the "
+                    "recipe's own algorithm"
+                )
         _ = self.default, self.choices
 
     @classmethod
@@ -135,6 +141,11 @@ class Recipe(BaseModel):
     def choices(self) -> Mapping[str, Choice]:
         """What each target's modules get."""
         return {pattern: self._choice(pattern, options) for pattern, options in self.targets.items()}
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the whole model is rotated before anything else."""
+        return ROTATION in self._method(None, None).steps
 
     def assign(self, layout: ModelLayout) -> Assignment:
         """The decision for every module of ``layout``; see :func:`halfbyte.assignment.assign`."""

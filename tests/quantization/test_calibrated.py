@@ -19,6 +19,7 @@ from halfbyte.checkpoint.output_directory import OutputDirectory
 from halfbyte.checkpoint.quantized_weight import decode
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import HalfbyteError, NonFiniteError
+from halfbyte.formats.quantize import dequantize
 from halfbyte.formats.vllm_scales import settle, vllm_dequantize
 from halfbyte.models import folding
 from halfbyte.quantization.calibrated import Progress
@@ -64,6 +65,28 @@ def test_eight_bits_change_next_to_nothing(family: str, tmp_path: Path) -> None:
         assert float(errors.median()) < 0.02
     else:
         assert distance(found, meant) < 0.02
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("algorithm", ["rotation", "rotation+awq+gptq"])
+def test_a_rotated_model_is_the_same_model(family: str, algorithm: str, tmp_path: Path) -> None:
+    source = tiny_model(family, tmp_path, dtype=torch.float32)
+    recipe = Recipe(scheme="w8a16", algorithm=algorithm)
+    quantize(source, tmp_path / "out", recipe)
+    errors = logits(tmp_path / "out", seen_ids()) - (meant := logits(source, seen_ids()))
+    assert float((errors.norm(dim=-1) / meant.norm(dim=-1)).median()) < 0.03
+    rotated = Checkpoint.open(tmp_path / "out")
+    assert "lm_head.weight" in rotated.tensors
+    assert rotated.config["tie_word_embeddings"] is False
+    name = "model.layers.0.self_attn.o_proj"
+    assert distance(_decoded(rotated, name), Checkpoint.open(source).load(f"{name}.weight")) > 1
+
+
+def _decoded(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    stored = {
+        tensor: checkpoint.load(tensor) for tensor in checkpoint.tensors if tensor.startswith(f"{name}.")
+    }
+    return dequantize(decode(name, PRESETS["w8a16"], stored))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "qwen3_moe"])

@@ -20,7 +20,7 @@ from halfbyte.method import Method
 from halfbyte.models.folding import Fold
 from halfbyte.models.layout import ModuleInfo
 from halfbyte.quantization.plan import Quantize
-from halfbyte.quantization.report import BlockReport, ModuleReport
+from halfbyte.quantization.report import BlockReport, ModuleReport, fold_report
 from halfbyte.quantization.rounding_step import Rounded, round_weights
 from halfbyte.quantization.scaling_step import BlockTensors, scale_inputs
 
@@ -68,7 +68,7 @@ def quantize_block(
     }
     tensors = BlockTensors(modules, weights, load)
     usable = {name: method for name, (method, _) in chosen.items()}
-    spreads = scale_inputs(folds, tensors, formats, usable, statistics, targets)
+    applied, spreads = scale_inputs(folds, tensors, formats, usable, statistics, targets)
     for name, tensor in tensors.stored.items():
         block.put_parameter(name, tensor)
 
@@ -119,7 +119,7 @@ def quantize_block(
     return QuantizedBlock(
         {name: result.quantized for name, result in rounded.items()},
         tensors.stored,
-        BlockReport(block.name, tuple(reports), observation.routed_tokens),
+        BlockReport(block.name, tuple(reports), observation.routed_tokens, tuple(map(fold_report, applied))),
     )
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from halfbyte.checkpoint.detect import detect
 from halfbyte.checkpoint.output_directory import refuse_to_replace_source
 from halfbyte.checkpoint.quantization_config import quantization_config
@@ -16,9 +18,11 @@ from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.describe import describe
 from halfbyte.quantization.plan import Copy, QuantizationPlan, Quantize, Step, make_plan
+from halfbyte.quantization.rotated_source import RotatedCheckpoint
 from halfbyte.quantization.without_data import write_without_data
 from halfbyte.recipe import Recipe
 
+ROTATION_SEED = 0
 Progress = Callable[[float, str], None]
 """Called with the source bytes just done and the tensor's name."""
 
@@ -35,10 +39,16 @@ class QuantizationResult:
 
 
 def prepare(
-    source: Path | str, recipe: Recipe, *, tp: int = 1, allow_pickle: bool = False
+    source: Path | str,
+    recipe: Recipe,
+    *,
+    tp: int = 1,
+    allow_pickle: bool = False,
+    device: torch.device | str = "cpu",
 ) -> QuantizationPlan:
     """Open a checkpoint and plan its quantization from headers alone.
 
+    device: where tensors are rotated as they are read, if the recipe rotates the model.
     Errors: an unreadable checkpoint; one that is quantized already; a recipe that cannot be carried out
     (every preflight error, in one line).
     """
@@ -49,6 +59,8 @@ def prepare(
             f"{checkpoint.path}: is quantized already ({detection.format}: {detection.why}); "
             "accepted: a checkpoint with 16- or 32-bit floating-point weights"
         )
+    if recipe.rotates:
+        checkpoint = RotatedCheckpoint.of(checkpoint, seed=ROTATION_SEED, device=device)
     plan = make_plan(checkpoint, describe(checkpoint.config, checkpoint.shapes), recipe, tp)
     if plan.errors:
         raise HalfbyteError("; ".join(f"{finding.where}: {finding.message}" for finding in plan.errors))

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import HalfbyteError
+from halfbyte.models.folding import Fold
+from halfbyte.models.producers import NormProducer
 
 REPORT_FILE = "quantization_report.json"
 
@@ -47,11 +49,16 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class BlockReport:
-    """The modules of one block, and how many counted tokens the router gave each expert, by the experts' name."""
+    """The modules of one block.
+
+    routed_tokens: how many counted tokens the router gave each expert, by the experts' name. folds: what scales of
+    inputs were moved into, in that order (see :func:`fold_report`).
+    """
 
     block: str
     modules: tuple[ModuleReport, ...]
     routed_tokens: Mapping[str, list[int]] = field(default_factory=dict)
+    folds: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,8 +71,17 @@ class BlockReport:
             plain["block"],
             tuple(ModuleReport.from_dict(module) for module in plain["modules"]),
             dict(plain["routed_tokens"]),
+            tuple(plain["folds"]),
             tuple(plain["notes"]),
         )
+
+
+def fold_report(fold: Fold) -> dict[str, Any]:
+    """The fields of a fold and of its producer as plain data, ``kind`` being ``norm`` or ``rows``; the scales
+    themselves are in the weights."""
+    kind = "norm" if isinstance(fold.producer, NormProducer) else "rows"
+    plain = asdict(fold)
+    return {**plain, "producer": {"kind": kind, **plain["producer"]}, "consumers": list(fold.consumers)}
 
 
 def run_report(

@@ -68,11 +68,13 @@ def scale_inputs(
     methods: Mapping[str, Method],
     statistics: dict[str, InputStatistics],
     targets: Mapping[str, Target],
-) -> dict[str, float]:
+) -> tuple[list[Fold], dict[str, float]]:
     """Finds and folds the scales that the methods ask for; ``statistics`` (by module) become those after it.
 
-    Returns: module -> largest over smallest scale of its inputs, for those whose inputs were scaled.
+    Returns: the folds that were applied, in that order; module -> largest over smallest scale of its inputs, for those
+        whose inputs were scaled.
     """
+    applied: list[Fold] = []
     spreads: dict[str, float] = {}
     for fold in folds:
         meant = [
@@ -100,10 +102,11 @@ def scale_inputs(
         else:
             scales = smoothquant_scales(weights, seen, shared=shared)
         scales = tensors.fold(fold, scales)
+        applied.append(fold)
         columns = shared.to_columns(scales)
         after = folded_statistics(seen, columns)
         for name in fold.consumers:
             if name in statistics:
                 statistics[name] = after
         spreads |= dict.fromkeys(meant, float(columns.max() / columns.min()))
-    return spreads
+    return applied, spreads
