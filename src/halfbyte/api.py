@@ -58,11 +58,13 @@ def quantize(
 
     Errors: :class:`HalfbyteError` for anything wrong with the input, before work starts wherever headers tell.
     """
+    from halfbyte.calibration.request import CalibrationData
     from halfbyte.devices import device_named
     from halfbyte.method import BEST
     from halfbyte.quantization import job
 
-    if data is not None and algorithm is None and (recipe is None or scheme is not None):
+    given = data if isinstance(data, CalibrationData) else CalibrationData(data)
+    if given.path is not None and algorithm is None and recipe is None:
         algorithm = BEST
     plan = job.prepare(
         model,
@@ -71,9 +73,9 @@ def quantize(
         allow_pickle=allow_pickle,
         device=device_named(device),
     )
-    if data is not None or any(method.needs_data for method in plan.assignment.methods.values()):
+    if given.path is not None or any(method.needs_data for method in plan.assignment.methods.values()):
         again = [redo] if isinstance(redo, str) else list(redo)
-        return _quantize_with_data(plan, out, data, device, again, overwrite, on_block)
+        return _quantize_with_data(plan, out, given, device, again, overwrite, on_block)
     if redo:
         raise HalfbyteError("redo needs calibration data: without it everything is quantized anew in no time")
     if on_start:
@@ -84,7 +86,7 @@ def quantize(
 def _quantize_with_data(
     plan: QuantizationPlan,
     out: Path | str,
-    data: CalibrationData | Path | str | None,
+    given: CalibrationData,
     device: torch.device | str,
     redo: Sequence[str],
     overwrite: bool,
@@ -94,12 +96,11 @@ def _quantize_with_data(
 
     from halfbyte.calibration.load import load_samples
     from halfbyte.calibration.ranks import joined
-    from halfbyte.calibration.request import DEFAULT_DATA, DEFAULT_LENGTH, CalibrationData
+    from halfbyte.calibration.request import DEFAULT_DATA, DEFAULT_LENGTH
     from halfbyte.devices import device_named
     from halfbyte.models.config_fields import read_config
     from halfbyte.quantization.calibrated import run_calibrated
 
-    given = data if isinstance(data, CalibrationData) else CalibrationData(data or DEFAULT_DATA)
     context = read_config(plan.checkpoint.config).context
     try:
         tokenizer = AutoTokenizer.from_pretrained(plan.checkpoint.path)
@@ -108,7 +109,7 @@ def _quantize_with_data(
             f"{plan.checkpoint.path}: its tokenizer cannot be loaded ({error}); calibration needs one"
         ) from error
     samples = load_samples(
-        None if given.path == DEFAULT_DATA else given.path,
+        None if given.path in (None, DEFAULT_DATA) else given.path,
         tokenizer,
         samples=given.samples,
         length=given.length or min(DEFAULT_LENGTH, context or DEFAULT_LENGTH),

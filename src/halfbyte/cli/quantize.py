@@ -110,16 +110,14 @@ def quantize(
             advance(100 * (state.done - reached), _doing(state))
             reached = state.done
 
-        calibration = None
-        if data is not None:
-            calibration = CalibrationData(
-                data,
-                samples=samples,
-                length=_lengths(length),
-                masked_roles=mask_role or MASKED_ROLES,
-                activations=activations,
-                seed=seed,
-            )
+        calibration = CalibrationData(
+            data,
+            samples=samples,
+            length=_lengths(length),
+            masked_roles=mask_role or MASKED_ROLES,
+            activations=activations,
+            seed=seed,
+        )
         result = api.quantize(
             model,
             out,
