@@ -16,10 +16,13 @@ DEFAULT_LENGTH = 2048
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """path: a file or directory, :data:`DEFAULT_DATA`, or none: that, but only for an algorithm that needs data. samples: how many sequences. length: tokens of each, or
-    several such numbers that they have in turn; 2048, or the model's context if that is shorter, unless given.
-    masked_roles: messages of these enter no statistic. activations: where hidden states wait between blocks, in
-    ``memory`` or on ``disk``. See :func:`halfbyte.calibration.load.load_samples`.
+    """path: a file or directory, :data:`DEFAULT_DATA`, or none: that, but only for an algorithm that needs data.
+
+    samples: how many sequences. length: tokens of each, or several such numbers that they have in turn; 2048, or the
+    model's context if that is shorter, unless given. masked_roles: messages of these enter no statistic. activations:
+    where hidden states wait between blocks, in ``memory`` or on ``disk``. See
+    :func:`halfbyte.calibration.load.load_samples`.
+    Errors: another place for activations.
     """
 
     path: Path | str | None = DEFAULT_DATA
