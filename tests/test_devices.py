@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfbyte.devices import device_named
+from halfbyte.devices import device_named, tf32_products
 from halfbyte.errors import HalfbyteError
 
 HAS_GPU = torch.cuda.is_available()
@@ -42,3 +42,22 @@ def test_a_gpu_by_its_number() -> None:
     assert device_named("cuda") == device_named("auto") == torch.device("cuda", torch.cuda.current_device())
     with pytest.raises(HalfbyteError, match=rf"^device 'cuda:{last + 1}' is not there; accepted: cuda:0"):
         device_named(f"cuda:{last + 1}")
+
+
+def test_tf32_only_within_its_context() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    with tf32_products():
+        assert torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+    with pytest.raises(RuntimeError, match="within"), tf32_products():
+        raise RuntimeError("within")
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+@pytest.mark.gpu
+def test_sixteen_bits_lose_nothing_by_tf32() -> None:
+    x = torch.randn(512, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16().float()
+    exact = (x.double().T @ x.double()).float()
+    with tf32_products():
+        found = x.T @ x
+    assert float((found - exact).abs().max() / exact.abs().max()) < 1e-6

@@ -12,6 +12,7 @@ from halfbyte.algorithms.channel_scales import log_magnitudes, scales_from_logs
 from halfbyte.algorithms.rtn import rtn
 from halfbyte.algorithms.shared_columns import SharedColumns, unshared
 from halfbyte.calibration.statistics import InputStatistics
+from halfbyte.devices import tf32_products
 from halfbyte.errors import NonFiniteError
 from halfbyte.formats.grid import Ranges
 from halfbyte.formats.quantize import dequantize
@@ -133,5 +134,6 @@ def _scaled_error(
     errors = (decoded / scales).sub_(exact)
     total = torch.zeros((), dtype=torch.float64, device=weight.device)
     for part in errors.split(max(1, _CHUNK // errors.shape[1])):
-        total += (part @ moment).mul_(part).sum(dtype=torch.float64)
+        with tf32_products():  # candidates differ by far more than that
+            total += (part @ moment).mul_(part).sum(dtype=torch.float64)
     return total

@@ -13,7 +13,7 @@ from halfbyte.errors import HalfbyteError
 
 
 class ActivationStore(Protocol):
-    """Hidden states ``[1, T, hidden]`` of samples in order, each with its own length; read to the CPU."""
+    """Hidden states ``[1, T, hidden]`` of samples in order, each with its own length; read to where they wait."""
 
     def __len__(self) -> int: ...
 
@@ -31,23 +31,24 @@ class ActivationStore(Protocol):
 
 
 class MemoryStore:
-    """Samples in the CPU's memory."""
+    """Samples in the memory of a device, the CPU's unless another one is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = device
         self._samples: list[torch.Tensor] = []
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def append(self, hidden: torch.Tensor) -> None:
-        self._samples.append(hidden.detach().to("cpu", copy=True))
+        self._samples.append(hidden.detach().to(self._device, copy=True))
 
     def read(self, index: int) -> torch.Tensor:
         return self._samples[index].clone()
 
     def replace(self, index: int, hidden: torch.Tensor) -> None:
         _require_same(index, self._samples[index].shape, self._samples[index].dtype, hidden)
-        self._samples[index] = hidden.detach().to("cpu", copy=True)
+        self._samples[index] = hidden.detach().to(self._device, copy=True)
 
     def close(self) -> None:
         self._samples.clear()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+
+from halfbyte.devices import tf32_products
+
+_EXACT_IN_TF32 = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -31,13 +36,14 @@ class InputMoments:
         self._absmax = torch.zeros(in_features, device=device)
 
     def add(self, inputs: torch.Tensor) -> None:
-        """Inputs ``[tokens, in]`` of one sample, any float dtype; products are exact to fp32."""
+        """Inputs ``[tokens, in]`` of one sample, any float dtype; their products are exact, the sums fp32."""
         values = inputs.float()
         self.tokens += len(values)
         if not len(values):
             return
         magnitudes = values.abs()
-        self._moment += values.T @ values
+        with tf32_products() if inputs.dtype in _EXACT_IN_TF32 else nullcontext():
+            self._moment += values.T @ values
         self._magnitude += magnitudes.sum(0, dtype=torch.float64)
         self._absmax = torch.maximum(self._absmax, magnitudes.amax(0))
 

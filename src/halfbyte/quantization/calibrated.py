@@ -21,6 +21,7 @@ from halfbyte.checkpoint.output_directory import refuse_to_replace_source
 from halfbyte.checkpoint.quantized_weight import decode, encode
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
+from halfbyte.models.config_fields import read_config
 from halfbyte.models.folding import Fold, find_folds
 from halfbyte.models.producers import NormProducer
 from halfbyte.quantization.block_plan import (
@@ -55,6 +56,7 @@ class Progress:
 
 
 ALONE = Ranks()
+_GPU_ACTIVATIONS = 3 << 30
 OnProgress = Callable[[Progress], None]
 
 
@@ -109,10 +111,13 @@ def run_calibrated(
             ranks.from_first(Follower.of(writer))
         else:
             output = ranks.from_first(None)
-        store = MemoryStore() if activations == "memory" else DiskStore(output.folder)
+        sequences = ranks.share(data.samples)
+        store = (
+            DiskStore(output.folder) if activations == "disk" else MemoryStore(_near(device, plan, sequences))
+        )
         stack.callback(store.close)
         known = read_reports(Path(out)) if redo else {}
-        run = _Run(plan, blocks, model, ranks.share(data.samples), store, output, known, on_progress)
+        run = _Run(plan, blocks, model, sequences, store, output, known, on_progress)
         reports = list(run.all_blocks())
         notes = [*plan_notes(plan), *data.report.notes, *run.notes]
         document = run_report(plan.recipe.to_dict(), data.report.to_dict(), reports, notes)
@@ -128,6 +133,17 @@ def run_calibrated(
         written_bytes=sum(entry.nbytes for entry in plan.entries),
         notes=notes,
     )
+
+
+def _near(device: torch.device | str, plan: QuantizationPlan, samples: Sequence[Sample]) -> torch.device:
+    """Where hidden states wait in memory: on a GPU if they take little of it, else on the CPU."""
+    place = torch.device(device)
+    hidden = read_config(plan.checkpoint.config).hidden
+    if place.type != "cuda" or hidden is None:
+        return torch.device("cpu")
+    needed = 2 * hidden * sum(len(sample.ids) for sample in samples)
+    free, _ = torch.cuda.mem_get_info(place)
+    return place if needed < min(_GPU_ACTIVATIONS, free // 4) else torch.device("cpu")
 
 
 class _Run:
