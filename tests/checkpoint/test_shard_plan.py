@@ -25,6 +25,16 @@ def test_shards_are_filled_in_order() -> None:
     assert [shard.file for shard in shards] == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 
 
+def test_some_entries_begin_a_shard_in_any_case() -> None:
+    shards = plan_shards(entries(1, 1, 1, 9, 9, 1), 10, {"t0", "t2", "t3"})
+    assert [[entry.name for entry in shard.entries] for shard in shards] == [
+        ["t0", "t1"],
+        ["t2"],
+        ["t3"],
+        ["t4", "t5"],
+    ]
+
+
 def test_one_shard_is_the_single_file() -> None:
     assert [shard.file for shard in plan_shards(entries(4, 6), 10)] == ["model.safetensors"]
 
