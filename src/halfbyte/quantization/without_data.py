@@ -86,7 +86,9 @@ def _quantized(
     """The stored tensors of one module."""
     dtype = plan.checkpoint.model_dtype
     number_format = step.scheme.weights.with_scale(dtype)
-    clip = plan.assignment.methods[step.module.name].clip
+    method = plan.assignment.methods[step.module.name]
+    # What lies outside the blocks of a calibrated run has no statistics, whatever its method wants.
+    clip = "none" if method.needs_data else method.clip
     shared = number_format.outer == "tensor" and step.module.fused_group is not None
     elsewhere = partners_absmax(step.module) if shared else 0.0
     try:
