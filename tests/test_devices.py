@@ -56,7 +56,11 @@ def test_tf32_only_within_its_context() -> None:
 
 @pytest.mark.gpu
 def test_sixteen_bits_lose_nothing_by_tf32() -> None:
-    x = torch.randn(512, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16().float()
+    x = (
+        torch.randn(512, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+        .bfloat16()
+        .float()
+    )
     exact = (x.double().T @ x.double()).float()
     with tf32_products():
         found = x.T @ x

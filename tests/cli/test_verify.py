@@ -7,7 +7,7 @@ import torch
 
 from halfbyte.quantization import job
 from halfbyte.recipe import Recipe
-from tests.audit.tamper import Q_PROJ, change, copied
+from tests.audit.tamper import Q_PROJ, calibrated, change, copied
 from tests.cli.run import halfbyte
 from tests.tiny import tiny_model
 
@@ -91,3 +91,19 @@ def test_bad_input_is_one_line(arguments: list[str], tmp_path: Path) -> None:
 
 def test_help_has_an_example() -> None:
     assert "Example: halfbyte verify" in halfbyte("verify", "--help").out
+
+
+def test_scales_that_moved_are_said(source: Path, tmp_path: Path) -> None:
+    out = calibrated(source, tmp_path / "out", "smoothquant")
+    ran = halfbyte("verify", out, "--against", source)
+    assert ran.code == 0
+    assert "estimated" in ran.out
+    found = halfbyte("verify", out, "--against", source, "--json").json
+    assert found["moved_scales"] == {"tensors": 4, "weights_after_estimates": 8}
+
+
+def test_a_rotated_model_is_not_compared(source: Path, tmp_path: Path) -> None:
+    ran = halfbyte("verify", calibrated(source, tmp_path / "out", "rotation+gptq"), "--against", source)
+    assert ran.code == 0
+    assert "rotation" in ran.out
+    assert "relative error" not in ran.out.partition("rule")[2]

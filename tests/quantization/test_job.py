@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from halfbyte.algorithms.clip import clip_mse
 from halfbyte.algorithms.rtn import rtn
+from halfbyte.audit.verify import verify
 from halfbyte.checkpoint.detect import detect
 from halfbyte.checkpoint.quantized_weight import decode
 from halfbyte.checkpoint.reader import Checkpoint
@@ -309,3 +310,15 @@ def test_plan_is_in_source_order(tmp_path: Path) -> None:
         for step in plan.steps
     ]
     assert positions == sorted(positions)
+
+
+def test_a_rotated_model_says_so(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    _quantize(source, tmp_path / "out", Recipe(algorithm="rotation"))
+    report = json.loads((tmp_path / "out/quantization_report.json").read_text())
+    assert report["recipe"]["algorithm"] == "rotation"
+    found = verify(tmp_path / "out", against=source)
+    assert [finding.rule for finding in found.findings if finding.level == "error"] == []
+    assert any(finding.rule == "rotation" for finding in found.findings)
+    _quantize(source, tmp_path / "plain")
+    assert not (tmp_path / "plain/quantization_report.json").exists()

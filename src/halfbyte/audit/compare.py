@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from halfbyte.audit.codes import lookup
+from halfbyte.audit.column_factors import ColumnFactors
 from halfbyte.audit.decode import Tiles
 
 # fp32 division leaves this much of a step in doubt.
@@ -28,8 +29,9 @@ _LEVEL_ONE_LIMIT = 119
 
 @dataclass
 class Comparison:
-    """Sums over the chunks of one weight."""
+    """Sums over the chunks of one weight. columns: for a weight whose columns scales were moved into."""
 
+    columns: ColumnFactors | None = None
     source_squares: float = 0.0
     error_squares: float = 0.0
     largest_error: float = 0.0
@@ -52,21 +54,28 @@ class Comparison:
             float(np.sqrt(self.error_squares / self.source_squares)) if self.source_squares else float("inf")
         )
 
-    def add(self, tiles: Tiles, source: np.ndarray) -> None:
-        """Rows of the source, float32 ``[rows, in]``, beside the same rows decoded."""
+    def add(self, tiles: Tiles, source: np.ndarray, doubt: np.ndarray | None = None) -> None:
+        """Rows of the source, float32 ``[rows, in]``, beside the same rows decoded.
+
+        doubt: how far each of them may be from what was really rounded, as a share of it; none where they are it.
+        """
         self.weights += source.size
         self.source_squares += _squares(source)
         if not np.isfinite(self.source_squares):
             self.source_finite = False
             return
         value = tiles.by_tile(tiles.table.value_of(tiles.codes))
-        self._judge_codes(tiles, value, source)
+        self._judge_codes(tiles, value, source, doubt)
         difference = tiles.scaled(value).reshape(source.shape)
         difference -= source
+        if self.columns:
+            self.columns.add(difference, source, tiles.step)
         self.error_squares += _squares(difference)
         self.largest_error = max(self.largest_error, float(difference.max()), -float(difference.min()))
 
-    def _judge_codes(self, tiles: Tiles, value: np.ndarray, source: np.ndarray) -> None:
+    def _judge_codes(
+        self, tiles: Tiles, value: np.ndarray, source: np.ndarray, doubt: np.ndarray | None
+    ) -> None:
         two_level = tiles.zero is not None and tiles.outer is not None
         wanted = _in_steps(tiles, source, two_level)
         self._tiles += value.shape[0] * value.shape[1]
@@ -84,9 +93,11 @@ class Comparison:
             suspects |= wanted > tiles.by_tile(lookup(table.high, tiles.codes)) + slack
         at = np.flatnonzero(suspects)
         if at.size:
-            self._count_off(
-                tiles, wanted.reshape(-1)[at], np.broadcast_to(slack, value.shape).reshape(-1)[at], at
-            )
+            slacks = np.broadcast_to(slack, value.shape).reshape(-1)[at]
+            if doubt is not None:
+                zero = 0 if tiles.zero is None else tiles.zero
+                slacks += np.abs(wanted - zero).reshape(-1)[at] * doubt.reshape(-1)[at]
+            self._count_off(tiles, wanted.reshape(-1)[at], slacks, at)
 
     def _count_off(self, tiles: Tiles, wanted: np.ndarray, slack: np.ndarray, at: np.ndarray) -> None:
         """Weights number ``at`` of the chunk may hold a code that is not the nearest; at the ends codes saturate."""
@@ -102,13 +113,22 @@ class Comparison:
         if self._first_far is None and far.any():
             self._first_far = tiles.place(int(at[far][0]))
 
-    def damage(self) -> str | None:
-        """Why the codes cannot be what an algorithm made of this source; none if they can."""
+    def damage(self, nearest: bool = True) -> str | None:
+        """Why the codes cannot be what an algorithm made of this source; none if they can.
+
+        nearest: whether it may be one that gives the nearest codes.
+        """
         if self._tiles and self._tiles_shifted * 2 > self._tiles:
             return f"{self._tiles_shifted} of {self._tiles} tiles are a whole step off in one direction"
+        if self.columns and (odd := self.columns.odd(self.relative_error)):
+            column, factor = odd
+            return (
+                f"column {column} is {factor:.3g} times what the scales that moved make of the source's: "
+                "it is damaged, or the norm or rows that these were moved out of"
+            )
         exact = self._off <= _EXACT_SHARE * self.weights
         count, first = (self._off, self._first_off) if exact else (self._far_off, self._first_far)
-        rounded_to_nearest = self._tiles_off * 2 <= self._tiles
+        rounded_to_nearest = nearest and self._tiles_off * 2 <= self._tiles
         if count and first and rounded_to_nearest:
             row, column = first
             return (
@@ -126,9 +146,7 @@ def _in_steps(tiles: Tiles, source: np.ndarray, two_level: bool) -> np.ndarray:
             np.clip(wanted, -_LEVEL_ONE_LIMIT, _LEVEL_ONE_LIMIT, out=wanted)
             wanted /= tiles.scale
         else:
-            wanted = tiles.by_tile(source) / (
-                tiles.scale if tiles.outer is None else tiles.scale * tiles.outer
-            )
+            wanted = tiles.by_tile(source) / tiles.step
     if tiles.zero is not None:
         wanted += tiles.zero
     return wanted

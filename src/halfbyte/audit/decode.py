@@ -64,6 +64,11 @@ class Tiles:
         row, column = divmod(number, self.codes.shape[1])
         return self.start + row, column
 
+    @property
+    def step(self) -> np.ndarray:
+        """What a code of one is worth, in the shape of the scales."""
+        return self.scale if self.outer is None else self.scale * self.outer
+
     def scaled(self, value: np.ndarray) -> np.ndarray:
         """What codes that stand for ``value``, float32 ``[rows, n, width]``, are worth here. May reuse ``value``."""
         found = value if self.zero is None else np.subtract(value, self.zero, out=value)
@@ -71,6 +76,16 @@ class Tiles:
         if self.outer is not None:
             found *= self.outer
         return found
+
+
+def undecodable(module: StoredModule) -> str | None:
+    """Why values of a quantized weight are not read here, or none."""
+    stored = module.stored
+    permuted = "weight_g_idx" in module.parts
+    if stored.layout in DECODED_LAYOUTS and len(stored.shape) == 2 and not permuted:
+        return None
+    order = " in permuted groups" if permuted else ""
+    return f"{stored.layout} {list(stored.shape)}{order} is not decoded here, so its values are not checked"
 
 
 def read_scale(checkpoint: Checkpoint, info: TensorInfo) -> np.ndarray:

@@ -9,7 +9,9 @@ from halfbyte.audit.raw import raw_bytes
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.models.layout import ModuleInfo
 
-FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+ROUNDING_UNIT = {"F64": 2.0**-24, "F32": 2.0**-24, "BF16": 2.0**-8, "F16": 2.0**-11}
+"""Half of the distance between neighbours of a stored dtype, as a share; F64 goes through float32."""
+FLOAT_DTYPES = tuple(ROUNDING_UNIT)
 
 
 class SourceWeight:

@@ -20,9 +20,16 @@ def summary(result: Verification) -> list[Finding]:
         ok("values", weights, "no NaN, Inf, zero or negative scale, no code that is no number")
     if result.schema:
         ok("compressed-tensors 0.17", "config.json", "its schema accepts quantization_config")
-    if result.against and "untouched" not in failed:
+    rotated = any(finding.rule == "rotation" for finding in result.findings)
+    if result.against and "untouched" not in failed and not rotated:
         text = f"{result.untouched_bytes} bytes equal the source; none is missing"
         ok("untouched", f"{result.untouched} tensors", text)
+    if result.moved and "moved scales" not in failed:
+        estimates = (
+            f"; {result.estimated} weights are compared after scales that were estimated from rounded rows"
+        )
+        text = "equal the source but for scales that moved" + estimates * bool(result.estimated)
+        ok("moved scales", f"{result.moved} tensors", text)
     compared = [weight.relative_error for weight in result.weights if weight.relative_error is not None]
     if compared and "relative error" not in failed:
         text = f"largest {max(compared):.4f}, mean {sum(compared) / len(compared):.4f}"

@@ -16,11 +16,9 @@ _CHUNK_BYTES = 16 << 20
 
 def compare_bytes(checkpoint: Checkpoint, source: Checkpoint, name: str) -> Finding | None:
     """An error that names the first difference of tensor ``name`` in both checkpoints; none if they are equal."""
-    here, there = checkpoint.info(name), source.info(name)
-    if (here.dtype, here.shape) != (there.dtype, there.shape):
-        text = f"is {here.dtype} {list(here.shape)}; in the source {there.dtype} {list(there.shape)}"
+    if text := other_form(checkpoint, source, name):
         return Finding("error", "untouched", name, text)
-    for at, rows in _pieces(here):
+    for at, rows in _pieces(checkpoint.info(name)):
         mine, theirs = raw_bytes(checkpoint, name, rows), raw_bytes(source, name, rows)
         if not np.array_equal(mine, theirs):
             different = np.flatnonzero(mine != theirs)
@@ -31,6 +29,16 @@ def compare_bytes(checkpoint: Checkpoint, source: Checkpoint, name: str) -> Find
             )
             return Finding("error", "untouched", name, text)
     return None
+
+
+def other_form(checkpoint: Checkpoint, source: Checkpoint, name: str) -> str | None:
+    """How tensor ``name`` of the source differs in dtype or shape, or that it is missing; none if it does not."""
+    if name not in checkpoint.tensors:
+        return f"{name} is missing; the source holds it"
+    here, there = checkpoint.info(name), source.info(name)
+    if (here.dtype, here.shape) == (there.dtype, there.shape):
+        return None
+    return f"is {here.dtype} {list(here.shape)}; in the source {there.dtype} {list(there.shape)}"
 
 
 def not_finite(checkpoint: Checkpoint, info: TensorInfo) -> Finding | None:

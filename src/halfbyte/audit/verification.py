@@ -56,6 +56,8 @@ class Verification:
     """The whole check.
 
     untouched, untouched_bytes: tensors that equal the source byte for byte.
+    moved: other tensors that equal it but for scales that a calibrated run moved into them.
+    estimated: weights that were compared after such scales, where these had to be estimated from rounded weights.
     schema: whether compressed-tensors 0.17 accepts the config; none if it is not in that format.
     vllm: why vLLM's W4A8 rules refuse it, empty if they accept it; none if nothing in it is W4A8.
     """
@@ -66,6 +68,8 @@ class Verification:
     weights: list[WeightCheck] = field(default_factory=list)
     untouched: int = 0
     untouched_bytes: int = 0
+    moved: int = 0
+    estimated: int = 0
     schema: bool | None = None
     vllm: list[Finding] | None = None
 
@@ -87,6 +91,7 @@ class Verification:
             "findings": [finding._asdict() for finding in self.findings],
             "weights": [weight.as_dict() for weight in self.weights],
             "untouched": {"tensors": self.untouched, "bytes": self.untouched_bytes},
+            "moved_scales": {"tensors": self.moved, "weights_after_estimates": self.estimated},
             "compressed_tensors_0_17": self.schema,
             "vllm_w4a8": None if self.vllm is None else {
                 "accepted": not self.vllm,

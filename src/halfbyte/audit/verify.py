@@ -9,14 +9,14 @@ from halfbyte.audit.compare import Comparison
 from halfbyte.audit.ct_schema import schema_problems
 from halfbyte.audit.declaration import Declared
 from halfbyte.audit.declared import declared, find_quantization_config
-from halfbyte.audit.decode import DECODED_LAYOUTS, WeightDecoder, read_scale
+from halfbyte.audit.decode import WeightDecoder, read_scale, undecodable
 from halfbyte.audit.modules import Gathered, StoredModule, gather
+from halfbyte.audit.reference import Reference
 from halfbyte.audit.scales import scale_faults, scale_range
-from halfbyte.audit.source import FLOAT_DTYPES, SourceWeight
 from halfbyte.audit.stored import KV_LEAVES
 from halfbyte.audit.structure import structure_findings
 from halfbyte.audit.summary import summary
-from halfbyte.audit.untouched import compare_bytes, not_finite
+from halfbyte.audit.untouched import not_finite
 from halfbyte.audit.verification import DEFAULT_MAX_ERROR, Finding, Level, Verification, WeightCheck
 from halfbyte.audit.vllm_rules import vllm_refusals
 from halfbyte.checkpoint.headers import TensorInfo
@@ -24,7 +24,6 @@ from halfbyte.checkpoint.model_config import read_config
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.describe import describe
-from halfbyte.models.layout import ModuleInfo
 
 Progress = Callable[[int, str], None]
 """Called after every tensor with its bytes in the checkpoint and its name."""
@@ -42,7 +41,9 @@ def verify(
     """Checks the quantized checkpoint in directory ``path``, one tensor in memory at a time.
 
     against: the unquantized checkpoint that it was made from; then weights are compared with it, and tensors that
-        are not quantized must equal it byte for byte.
+        are not quantized must equal it byte for byte. Scales that a calibrated run moved between tensors, by its
+        ``quantization_report.json``, are found again from both and taken into account; a rotated model is compared
+        in shapes alone.
     require_vllm: refusals by vLLM's W4A8 rules count as errors. max_error: relative error that counts as one.
     allow_pickle: ``against`` may hold pickle files.
     A damaged ``path`` is a finding. Errors: ``path`` is no checkpoint; ``against`` cannot be read or is quantized.
@@ -88,17 +89,15 @@ class _Verifier:
         max_error: float,
         progress: Progress | None,
     ) -> None:
-        self._checkpoint, self._source, self._result = checkpoint, source, result
+        self._checkpoint, self._result = checkpoint, result
         self._max_error, self._progress = max_error, progress
         self._said: Declared = declared(checkpoint.config)
         self._gathered: Gathered = gather(checkpoint.tensors, self._said)
         layout = describe(checkpoint.config, self._gathered.shapes())
         self._infos = {module.name: module for module in layout.modules}
-        self._originals: dict[str, ModuleInfo] = {}
-        if source:
-            self._originals = {
-                module.name: module for module in describe(source.config, source.shapes).modules
-            }
+        self._reference = (
+            Reference(source, checkpoint, self._gathered.modules, self._infos, result) if source else None
+        )
 
     def run(self, require_vllm: bool) -> None:
         for line in self._checkpoint.notes:
@@ -124,8 +123,8 @@ class _Verifier:
         for info in [*self._gathered.loose, *(info for module in plain for info in module.parts.values())]:
             self._check_plain(info)
             self._report(info.name, info)
-        if self._source:
-            self._check_missing(quantized)
+        if self._reference:
+            self._reference.check_missing({module.name for module in quantized})
         self._result.findings += summary(self._result)
 
     def _add(self, level: Level, rule: str, where: str, message: str) -> None:
@@ -174,9 +173,7 @@ class _Verifier:
         self._result.findings += faults
         if any(fault.level == "error" for fault in faults):
             return
-        if stored.layout not in DECODED_LAYOUTS or len(stored.shape) != 2 or "weight_g_idx" in module.parts:
-            order = " in permuted groups" if "weight_g_idx" in module.parts else ""
-            text = f"{stored.layout} {list(stored.shape)}{order} is not decoded here, so its values are not checked"
+        if text := undecodable(module):
             self._add("warning", "decoded", module.name, text)
             return
         decoder = WeightDecoder(self._checkpoint, module)
@@ -200,8 +197,8 @@ class _Verifier:
 
     def _check_values(self, module: StoredModule, decoder: WeightDecoder, check: WeightCheck) -> None:
         codes_name = module.parts[module.stored.codes].name
-        original = self._find_source(module, check)
-        comparison = Comparison()
+        original = self._reference.weight(module, check.shape) if self._reference else None
+        comparison = Comparison(original.columns if original else None)
         for tiles in decoder.chunks():
             if place := tiles.forbidden():
                 row, column = place
@@ -210,10 +207,11 @@ class _Verifier:
                 self._add("error", "codes", codes_name, text)
                 return
             if original:
-                comparison.add(tiles, original.rows(tiles.start, tiles.start + len(tiles.codes)))
+                span = tiles.start, tiles.start + len(tiles.codes)
+                comparison.add(tiles, original.rows(*span), original.doubt(*span))
         if not decoder.padding_is_zero:
             self._add("error", "padding", codes_name, "bits that belong to no code are not zero")
-        if not original:
+        if not original or not self._reference:
             return
         if not comparison.source_finite:
             self._add("error", "finite", module.name, "the source holds NaN or Inf")
@@ -224,27 +222,8 @@ class _Verifier:
                 f"is {comparison.relative_error:.3g} from the source; accepted: at most {self._max_error:g}"
             )
             self._add("error", "relative error", codes_name, text)
-        elif damage := comparison.damage():
+        elif damage := comparison.damage(self._reference.is_nearest(module.name)):
             self._add("error", "codes", codes_name, damage)
-
-    def _find_source(self, module: StoredModule, check: WeightCheck) -> SourceWeight | None:
-        if self._source is None:
-            return None
-        info = self._originals.get(module.name)
-        if info is None:
-            self._add("error", "source", module.name, "is no weight of the source")
-            return None
-        dtype = self._source.info(info.source.tensor).dtype
-        if info.shape != check.shape:
-            text = f"is {list(check.shape)}, in the source {list(info.shape)}"
-            self._add("error", "shape", module.parts[module.stored.codes].name, text)
-            return None
-        if dtype not in FLOAT_DTYPES:
-            self._add(
-                "warning", "source", info.source.tensor, f"is {dtype}; compared are {', '.join(FLOAT_DTYPES)}"
-            )
-            return None
-        return SourceWeight(self._source, info)
 
     def _check_left_alone(self, module: StoredModule) -> None:
         for fault in module.stored.faults:
@@ -259,32 +238,7 @@ class _Verifier:
             for fault in scale_faults(read_scale(self._checkpoint, info)):
                 self._add("error", "scales", info.name, fault)
             return
-        if self._source is None:
-            finding = not_finite(self._checkpoint, info)
-        elif info.name not in self._source.tensors:
-            finding = Finding("error", "untouched", info.name, "is no tensor of the source")
-        else:
-            finding = compare_bytes(self._checkpoint, self._source, info.name)
-            if finding is None:
-                self._result.untouched += 1
-                self._result.untouched_bytes += info.nbytes
-                # A faithful copy of a broken source is still broken.
-                finding = not_finite(self._checkpoint, info)
-        if finding:
+        if self._reference:
+            self._reference.check_plain(info)
+        elif finding := not_finite(self._checkpoint, info):
             self._result.findings.append(finding)
-
-    def _check_missing(self, quantized: list[StoredModule]) -> None:
-        """Every tensor of the source is here, or all the weights in it are here quantized."""
-        assert self._source is not None
-        here = {module.name for module in quantized}
-        holds: dict[str, list[str]] = {}
-        for info in self._originals.values():
-            holds.setdefault(info.source.tensor, []).append(info.name)
-        for name in self._source.tensors:
-            if name in self._checkpoint.tensors:
-                continue
-            weights = holds.get(name, [])
-            absent = [weight for weight in weights if weight not in here]
-            if not weights or absent:
-                which = f": of its weights {', '.join(absent[:3])}" if len(absent) < len(weights) else ""
-                self._add("error", "untouched", name, f"is missing{which}; the source holds it")

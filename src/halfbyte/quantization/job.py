@@ -18,6 +18,7 @@ from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.describe import describe
 from halfbyte.quantization.plan import Copy, QuantizationPlan, Quantize, Step, make_plan
+from halfbyte.quantization.report import REPORT_FILE, run_report
 from halfbyte.quantization.rotated_source import RotatedCheckpoint
 from halfbyte.quantization.without_data import write_without_data
 from halfbyte.recipe import Recipe
@@ -89,7 +90,9 @@ def run(
         for step in write_without_data(plan, plan.steps, writer):
             if progress:
                 progress(_source_bytes(plan, step), step_name(step))
-        writer.finish(output_config(plan), checkpoint.path)
+        # Whoever compares a rotated model with its source has to know.
+        report = {REPORT_FILE: run_report(plan.recipe.to_dict(), None, [], plan_notes(plan))}
+        writer.finish(output_config(plan), checkpoint.path, report if plan.recipe.rotates else None)
         notes = [*writer.notes, *plan_notes(plan)]
     return QuantizationResult(
         out=Path(out),
