@@ -101,7 +101,8 @@ def scale_inputs(
             scales = found.scales
         else:
             scales = smoothquant_scales(weights, seen, shared=shared)
-        scales = tensors.fold(fold, scales)
+        # A norm is folded into where it was loaded, on the CPU.
+        scales = tensors.fold(fold, scales).to(seen.moment.device)
         applied.append(fold)
         columns = shared.to_columns(scales)
         after = folded_statistics(seen, columns)
