@@ -4,7 +4,7 @@
 BIN := .venv/bin
 
 help:
-	@echo "make demo    quantize a real model to 4 bits, measure it, let it speak (about 3 minutes after downloads)"
+	@echo "make demo    quantize a real model to 4 bits, measure it, let it speak (about 4 minutes after downloads)"
 	@echo "make test    every check: style, types, imports, tests"
 	@echo "make test-gpu  the tests that need a Hopper GPU"
 	@echo "make lint    style, types and imports only"
