@@ -18,5 +18,5 @@ def outlier_inputs(tokens: int, features: int, seed: int = 0) -> torch.Tensor:
 
 def statistics_of(inputs: torch.Tensor) -> InputStatistics:
     moments = InputMoments(inputs.shape[1], inputs.device)
-    moments.add(inputs)
-    return moments.statistics()
+    moments.add(inputs[None])
+    return moments.finish()[0]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte.algorithms.awq import STEPS, AwqResult, awq_scales, nearest
+from halfbyte.algorithms.awq import STEPS, AwqResult, awq_scales
 from halfbyte.algorithms.fold import folded_statistics
 from halfbyte.algorithms.shared_columns import SharedColumns
 from halfbyte.errors import NonFiniteError
@@ -72,12 +72,12 @@ def test_both_ends_of_the_exponents_are_tried(a: float) -> None:
     """A weight of ones that nothing rounds shows the scales that it was multiplied by."""
     tried: list[torch.Tensor] = []
 
-    def remember(weight: torch.Tensor, fmt: TensorFormat) -> torch.Tensor:
+    def remember(weight: torch.Tensor) -> torch.Tensor:
         tried.append(weight[0].clone())
         return weight
 
     inputs = outlier_inputs(32, 64)
-    awq_scales([torch.ones(2, 64)], [GROUPS], statistics_of(inputs), round_trip=remember)
+    awq_scales([torch.ones(2, 64)], [GROUPS], statistics_of(inputs), round_trips=[remember])
     size = inputs.abs().mean(0) ** a
     assert any(torch.allclose(scales, size / (size.max() * size.min()).sqrt()) for scales in tried)
 
@@ -138,12 +138,12 @@ def test_a_moment_that_is_no_number_is_an_error_and_no_identity(value: float) ->
 
 
 def test_the_search_sees_the_rounding_that_it_is_given() -> None:
-    def coarse(weight: torch.Tensor, fmt: TensorFormat) -> torch.Tensor:
-        return nearest(weight, fmt) * 0.9
+    def coarse(weight: torch.Tensor) -> torch.Tensor:
+        return dequantize(quantize(weight, GROUPS)) * 0.9
 
     inputs, weight = outlier_inputs(16, 64), normal(8, 64)
-    result = awq_scales([weight], [GROUPS], statistics_of(inputs), round_trip=coarse)
-    changed = inputs.double() @ (coarse(weight, GROUPS) - weight).double().t()
+    result = awq_scales([weight], [GROUPS], statistics_of(inputs), round_trips=[coarse])
+    changed = inputs.double() @ (coarse(weight) - weight).double().t()
     assert result.error_before == pytest.approx(float(changed.square().sum(1).mean()), rel=1e-3)
 
 

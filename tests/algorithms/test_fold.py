@@ -206,9 +206,10 @@ def test_folded_statistics_are_those_of_the_divided_inputs() -> None:
     inputs = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
     columns = torch.tensor([0.5, 1.0, 2.0, 3.0, 0.25, 1.5])
     given, divided = InputMoments(6, inputs.device), InputMoments(6, inputs.device)
-    given.add(inputs)
-    divided.add(inputs / columns)
-    folded, expected = folded_statistics(given.statistics(), columns), divided.statistics()
+    given.add(inputs[None])
+    divided.add((inputs / columns)[None])
+    (before,), (expected,) = given.finish(), divided.finish()
+    folded = folded_statistics(before, columns)
     assert folded.tokens == expected.tokens
     for name in ("moment", "absmean", "absmax"):
         torch.testing.assert_close(getattr(folded, name), getattr(expected, name), rtol=1e-5, atol=1e-6)

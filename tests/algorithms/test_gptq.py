@@ -254,3 +254,37 @@ def test_what_does_not_fit_is_refused() -> None:
         gptq(weight, fmt, moment, damping=-1.0)
     with pytest.raises(NonFiniteError):
         gptq(weight.index_fill(-1, torch.tensor([5]), torch.nan), fmt, moment)
+
+
+@pytest.mark.gpu
+@ALL
+@pytest.mark.parametrize("lead", [(), (3,)], ids=["one", "stack"])
+def test_a_gpu_gives_the_same(name: str, lead: tuple[int, ...]) -> None:
+    """But for values that lie on a boundary, where sums in another order decide."""
+    fmt, weight = FORMATS[name], weight_of(*lead, 100, 512)
+    moment = torch.stack([moment_of(512, seed) for seed in range(3)]) if lead else moment_of(512)
+    wanted = gptq(weight, fmt, moment)
+    found = gptq(weight.cuda(), fmt, moment.cuda())
+    assert (found.damping, found.fallback) == (wanted.damping, wanted.fallback)
+    assert torch.equal(bits(found.quantized.scales.cpu()), bits(wanted.quantized.scales))
+    codes = bits(found.quantized.codes.cpu())
+    assert (codes != bits(wanted.quantized.codes)).float().mean() < 0.005
+    errors = [
+        output_error(weight, dequantize(q), moment) for q in (wanted.quantized, on_cpu(found.quantized))
+    ]
+    assert errors[1] == pytest.approx(errors[0], rel=0.01)
+
+
+def on_cpu(q: QuantizedTensor) -> QuantizedTensor:
+    parts = (q.scales, q.zero_points, q.outer_scales)
+    return QuantizedTensor(q.format, q.codes.cpu(), *(None if part is None else part.cpu() for part in parts))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_numbers_of_vllms_kernel() -> None:
+    weight, moment = weight_of(100, 256), moment_of(256)
+    rounding = VllmRounding.of(settle(rtn(weight, VLLM_W4A8).scales))
+    wanted = gptq(weight, VLLM_W4A8, moment, rounding=rounding).quantized
+    there = VllmRounding.of(rounding.grid.scales.cuda())
+    found = gptq(weight.cuda(), VLLM_W4A8, moment.cuda(), rounding=there).quantized
+    assert (found.codes.cpu() != wanted.codes).float().mean() < 0.005

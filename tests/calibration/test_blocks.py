@@ -13,9 +13,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from halfbyte.calibration.blocks import BlockModel
+from halfbyte.calibration.loaded_block import Sample
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import HalfbyteError, NonFiniteError
 from halfbyte.models.describe import describe
+from tests.calibration.running import run
 from tests.tiny import FAMILIES, HIDDEN, VOCAB_SIZE, tiny_model
 
 LENGTHS = (80, 7)
@@ -47,7 +49,7 @@ def test_block_by_block_gives_the_model_s_logits(path: Path) -> None:
         hidden = model.enter(ids)
         for index in range(len(model.blocks)):
             with model.block(index) as block:
-                hidden = block.run(hidden, ids)
+                hidden = run(block, hidden, ids)
         torch.testing.assert_close(model.leave(hidden), expected(ids).logits, rtol=1e-5, atol=1e-5)
 
 
@@ -93,13 +95,13 @@ def test_a_weight_put_into_a_block_acts_as_if_the_checkpoint_had_it(path: Path, 
 
     hidden = model.enter(ids)
     with model.block(0) as block:
-        hidden = block.run(hidden, ids)
+        hidden = run(block, hidden, ids)
     with model.block(1) as block:
-        before = block.run(hidden, ids)
+        before = run(block, hidden, ids)
         for name, weight in weights.items():
             block.put(name, weight)
             assert torch.equal(block.weight(name), weight)
-        after = block.run(hidden, ids)
+        after = run(block, hidden, ids)
     assert not torch.allclose(before, after, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(model.leave(after), whole(tmp_path)(ids).logits, rtol=1e-5, atol=1e-5)
 
@@ -166,7 +168,7 @@ def test_released_embeddings_come_back_for_a_length_that_was_never_entered(tmp_p
     model.release()
     fresh.enter(ids)
     with model.block(1) as block, fresh.block(1) as other:
-        assert torch.equal(block.run(hidden, ids), other.run(hidden, ids))
+        assert torch.equal(run(block, hidden, ids), run(other, hidden, ids))
 
 
 @torch.no_grad()
@@ -177,7 +179,7 @@ def test_bf16_keeps_in_fp32_what_the_family_keeps_so(tmp_path: Path) -> None:
     hidden = model.enter(ids)
     for index in range(2):
         with model.block(index) as block:
-            hidden = block.run(hidden, ids)
+            hidden = run(block, hidden, ids)
             assert hidden.dtype == torch.bfloat16
     expected = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     assert torch.equal(model.leave(hidden), expected(ids).logits)
@@ -193,7 +195,30 @@ def test_an_output_that_is_not_finite_names_the_block_and_the_sample(tmp_path: P
         name = "model.layers.1.mlp.down_proj"
         block.put(name, torch.full_like(block.weight(name), float("inf")))
         with pytest.raises(NonFiniteError, match=r"model\.layers\.1: .*sample 7"):
-            block.run(hidden, ids, sample="sample 7")
+            run(block, hidden, ids, "sample 7")
+
+
+def test_the_first_sample_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    model, ids = opened(tiny_model("llama", tmp_path, torch.float32)), tokens(6)
+    hidden = model.enter(ids)
+    samples = [
+        Sample(hidden * factor, ids, f"sample {n}") for n, factor in enumerate((1.0, torch.inf, torch.inf))
+    ]
+    with model.block(1) as block, pytest.raises(NonFiniteError, match="sample 1 holds"):
+        for _ in block.run(samples):
+            pass
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    model = opened(tiny_model("llama", tmp_path, torch.float32))
+    with model.block(1) as block:
+        block.require_finite(block.modules)
+        name = "model.layers.1.mlp.down_proj"
+        weight = block.weight(name)
+        weight[3, 5] = torch.nan
+        block.put(name, weight)
+        with pytest.raises(NonFiniteError, match=rf"^{name}: its weight holds NaN or Inf"):
+            block.require_finite(block.modules)
 
 
 def test_a_wrong_shape_or_name_is_refused(tmp_path: Path) -> None:

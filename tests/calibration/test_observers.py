@@ -20,6 +20,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.models.describe import describe
 from halfbyte.models.layout import Role
 from halfbyte.models.names import layer_index
+from tests.calibration.running import run
 from tests.tiny import EXPERTS, FAMILIES, tiny_model
 
 LENGTHS = (70, 9, 30)
@@ -82,7 +83,7 @@ def observed(path: Path, names: Iterable[str] | None = None, *, masked: bool = F
     hidden = [model.enter(sample) for sample in ids]
     for index in range(BLOCK):
         with model.block(index) as block:
-            hidden = [block.run(states, sample) for states, sample in zip(hidden, ids, strict=True)]
+            hidden = [run(block, states, sample) for states, sample in zip(hidden, ids, strict=True)]
     with model.block(BLOCK) as block:
         if names is None:
             quantizable = {module.name for module in layout.modules if module.role.quantizable}
@@ -222,9 +223,9 @@ def test_hooks_leave_the_output_alone_and_go(tmp_path: Path) -> None:
     ids = tokens(20, 0)
     hidden = model.enter(ids)
     with model.block(0) as block:
-        before = block.run(hidden, ids)
+        before = run(block, hidden, ids)
         block.observe(block.modules[:3], [Sample(hidden, ids, "one")])
-        assert torch.equal(block.run(hidden, ids), before)
+        assert torch.equal(run(block, hidden, ids), before)
         hooks = [module for module in block._model.modules() if module._forward_pre_hooks]
         assert not hooks
 

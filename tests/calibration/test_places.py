@@ -16,6 +16,7 @@ from halfbyte.calibration.blocks import BlockModel
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.describe import describe
+from tests.calibration.running import run
 from tests.tiny import tiny_model
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -41,7 +42,7 @@ def assert_computes_what_transformers_loads(path: Path) -> None:
     hidden = model.enter(IDS)
     for index in range(len(model.blocks)):
         with model.block(index) as block:
-            hidden = block.run(hidden, IDS)
+            hidden = run(block, hidden, IDS)
     expected = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     torch.testing.assert_close(model.leave(hidden), expected(IDS).logits, rtol=1e-5, atol=1e-5)
 

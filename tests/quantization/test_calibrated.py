@@ -67,6 +67,36 @@ def test_eight_bits_change_next_to_nothing(family: str, tmp_path: Path) -> None:
         assert distance(found, meant) < 0.02
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize("scheme", ["w4a8", "w4a8-int8", "w4a16-asym"])
+def test_a_gpu_does_what_a_cpu_does(family: str, scheme: str, tmp_path: Path) -> None:
+    source = tiny_model(family, tmp_path, dtype=torch.float32)
+    recipe = Recipe(scheme=scheme, algorithm="awq+gptq")
+    quantize(source, tmp_path / "cpu", recipe)
+    quantize(source, tmp_path / "gpu", recipe, device="cuda")
+    for one, other in zip(
+        report_of(tmp_path / "cpu")["modules"], report_of(tmp_path / "gpu")["modules"], strict=True
+    ):
+        assert one["module"] == other["module"]
+        assert one["fallback"] == other["fallback"]
+        assert other["error_rtn"] == pytest.approx(one["error_rtn"], rel=0.05), one["module"]
+        assert other["error"] == pytest.approx(one["error"], rel=0.1), one["module"]
+    assert distance(logits(tmp_path / "gpu", seen_ids()), logits(tmp_path / "cpu", seen_ids())) < 0.2
+
+
+def test_layers_with_one_input_scale_it_in_one_way(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    recipe = Recipe(
+        algorithm="awq+gptq", targets={"*.k_proj": {"scheme": "w4a8", "algorithm": "smoothquant+gptq"}}
+    )
+    with pytest.raises(
+        HalfbyteError, match=r"q_proj and .*k_proj|k_proj.* read the same input, which awq and smooth"
+    ):
+        quantize(source, tmp_path / "out", recipe)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
 @pytest.mark.parametrize("algorithm", ["rotation", "rotation+awq+gptq"])
 def test_a_rotated_model_is_the_same_model(family: str, algorithm: str, tmp_path: Path) -> None:

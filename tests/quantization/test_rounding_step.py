@@ -1,4 +1,4 @@
-"""Weights that read one input: together as alone."""
+"""Stacks of weights: members as they would be alone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from halfbyte.formats.quantize import encode, quantize
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.spec import TensorFormat
 from halfbyte.method import Method
-from halfbyte.quantization import rounding_step
-from halfbyte.quantization.rounding_step import round_weights
+from halfbyte.quantization.rounding_step import round_stack
 from halfbyte.schemes import PRESETS
 
 GENERATOR = torch.Generator().manual_seed(0)
-WEIGHTS = [torch.randn(rows, 128, generator=GENERATOR) for rows in (32, 16, 48)]
-INPUTS = torch.randn(300, 128, generator=GENERATOR) @ torch.randn(128, 128, generator=GENERATOR)
-MOMENT = INPUTS.T @ INPUTS / len(INPUTS)
+WEIGHTS = torch.randn(3, 32, 128, generator=GENERATOR)
+INPUTS = torch.randn(3, 300, 128, generator=GENERATOR) @ torch.randn(3, 128, 128, generator=GENERATOR)
+MOMENTS = INPUTS.mT @ INPUTS / 300
+
+
+def part(q: QuantizedTensor, member: int) -> QuantizedTensor:
+    optional = (None if t is None else t[member] for t in (q.zero_points, q.outer_scales))
+    return QuantizedTensor(q.format, q.codes[member], q.scales[member], *optional)
 
 
 def assert_same(one: QuantizedTensor, other: QuantizedTensor) -> None:
@@ -35,49 +39,41 @@ def formats() -> dict[str, TensorFormat]:
 
 @pytest.mark.parametrize("scheme", PRESETS)
 @pytest.mark.parametrize("algorithm", ["rtn", "gptq"])
-def test_together_as_alone(scheme: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_as_alone(scheme: str, algorithm: str) -> None:
     fmt, method = formats()[scheme], Method.parse(algorithm, "output")
-    elsewhere = [3.0, 3.0, 5.0] if fmt.outer == "tensor" else [0.0] * 3
-    together = round_weights(WEIGHTS, fmt, method, MOMENT, elsewhere, ExactScales())
-    for weight, absmax, found in zip(WEIGHTS, elsewhere, together, strict=True):
-        (alone,) = round_weights([weight], fmt, method, MOMENT, [absmax], ExactScales())
-        assert_same(found.quantized, alone.quantized)
-    monkeypatch.setattr(rounding_step, "_TOGETHER", 40 * 128)  # the first alone, the second alone, ...
-    for found, batched in zip(
-        together, round_weights(WEIGHTS, fmt, method, MOMENT, elsewhere, ExactScales()), strict=True
-    ):
-        assert_same(found.quantized, batched.quantized)
+    together = round_stack(WEIGHTS, fmt, method, MOMENTS, ExactScales(), elsewhere=3.0)
+    for member in range(3):
+        some = slice(member, member + 1)
+        alone = round_stack(WEIGHTS[some], fmt, method, MOMENTS[some], ExactScales(), elsewhere=3.0)
+        assert_same(part(together.quantized, member), part(alone.quantized, 0))
+        for said in ("narrowed", "damping", "fallback"):
+            assert getattr(together, said)[some] == getattr(alone, said)
 
 
 def test_steps_are_the_algorithms() -> None:
-    fmt, weight = formats()["w4a8"], WEIGHTS[0]
+    fmt, weight, moment = formats()["w4a8"], WEIGHTS[0], MOMENTS[0]
 
     def rounded(algorithm: str, clip: str) -> QuantizedTensor:
         method = Method.parse(algorithm, clip)
-        return round_weights([weight], fmt, method, MOMENT, [0.0], ExactScales())[0].quantized
+        return part(round_stack(WEIGHTS[:1], fmt, method, MOMENTS[:1], ExactScales()).quantized, 0)
 
     assert_same(rounded("rtn", "none"), quantize(weight, fmt))
-    grid = clip_output_grid(weight, fmt, MOMENT)
+    grid = clip_output_grid(weight, fmt, moment)
     assert_same(rounded("rtn", "output"), encode(weight, fmt, grid))
-    assert_same(rounded("gptq", "none"), gptq(weight, fmt, MOMENT).quantized)
-    assert_same(rounded("gptq", "output"), gptq(weight, fmt, MOMENT, grid=grid).quantized)
+    assert_same(rounded("gptq", "none"), gptq(weight, fmt, moment).quantized)
+    assert_same(rounded("gptq", "output"), gptq(weight, fmt, moment, grid=grid).quantized)
 
 
 def test_what_was_done_is_said() -> None:
     fmt = formats()["w4a8"]
-    (plain,) = round_weights(WEIGHTS[:1], fmt, Method(), None, [0.0], ExactScales())
-    assert (plain.narrowed, plain.damping, plain.fallback) == (None, None, None)
-    (clipped,) = round_weights(WEIGHTS[:1], fmt, Method.parse("gptq"), MOMENT, [0.0], ExactScales())
-    assert clipped.narrowed is not None
-    assert 0 < clipped.narrowed <= 1
-    assert (clipped.damping, clipped.fallback) == (0.01, None)
-    (fallen,) = round_weights(
-        WEIGHTS[:1],
-        fmt,
-        Method.parse("gptq", "none"),
-        torch.full((128, 128), torch.nan),
-        [0.0],
-        ExactScales(),
-    )
-    assert fallen.fallback is not None
-    assert_same(fallen.quantized, plain.quantized)
+    plain = round_stack(WEIGHTS, fmt, Method(), None, ExactScales())
+    assert plain.narrowed == plain.damping == plain.fallback == (None,) * 3
+    clipped = round_stack(WEIGHTS, fmt, Method.parse("gptq"), MOMENTS, ExactScales())
+    assert all(share is not None and 0 < share <= 1 for share in clipped.narrowed)
+    assert (clipped.damping, clipped.fallback) == ((0.01,) * 3, (None,) * 3)
+    useless = MOMENTS.clone()
+    useless[1] = torch.nan
+    fallen = round_stack(WEIGHTS, fmt, Method.parse("gptq", "none"), useless, ExactScales())
+    assert fallen.damping == (0.01, None, 0.01)
+    assert fallen.fallback[1] is not None
+    assert_same(part(fallen.quantized, 1), part(plain.quantized, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,8 +20,8 @@ from halfbyte.formats.quantize import dequantize
 from halfbyte.formats.spec import TensorFormat
 from halfbyte.formats.tiles import Tiling
 
-# A weight and its format -> the weight that a kernel will see, [out, in].
-RoundTrip = Callable[[torch.Tensor, TensorFormat], torch.Tensor]
+# A weight -> the weight that a kernel will see, both [out, in].
+RoundTrip = Callable[[torch.Tensor], torch.Tensor]
 STEPS = 20
 # fp32 elements whose products with the moment are held at a time.
 _CHUNK = 1 << 24
@@ -42,18 +43,12 @@ class AwqResult:
     error_after: float
 
 
-def nearest(weight: torch.Tensor, fmt: TensorFormat) -> torch.Tensor:
-    """The weight rounded to nearest and decoded, fp32."""
-    return dequantize(rtn(weight, fmt))
-
-
 def awq_scales(
     weights: Sequence[torch.Tensor],
     formats: Sequence[TensorFormat],
     statistics: InputStatistics,
-    *,
     shared: SharedColumns | None = None,
-    round_trip: RoundTrip = nearest,
+    round_trips: Sequence[RoundTrip] | None = None,
 ) -> AwqResult:
     """The scales with the least squared output error for ``weights``, ``[out_i, in]`` each, that read one tensor.
 
@@ -62,7 +57,7 @@ def awq_scales(
     or weights are zero or not finite have scale one. The identity is the first candidate and keeps a tie.
     The error of a candidate s is the sum of tr(E M E^T) with E = Q(W diag(s)) diag(1/s) - W and M the moment.
     shared: which columns must have one scale; each has its own unless said otherwise.
-    round_trip: what rounding a kernel will see.
+    round_trips: what of each scaled weight a kernel will see; rounded to nearest and decoded unless said otherwise.
     Source: Lin et al., "AWQ: Activation-aware Weight Quantization", 2024, section 3.2 and its code.
     Errors: weights or a moment whose error with the identity is not finite (NonFiniteError).
     """
@@ -77,11 +72,13 @@ def awq_scales(
         # Times zero as well, so that a channel without weights is left out of either kind.
         return scales_from_logs(_centered(a * inputs - (1 - a if duo else 0.0) * magnitudes))
 
+    seen_as = round_trips or [partial(_nearest, fmt=fmt) for fmt in formats]
+
     def error(scales: torch.Tensor) -> torch.Tensor:
         spread = columns.to_columns(scales)
         parts = [
-            _scaled_error(weight, fmt, spread, statistics.moment, round_trip)
-            for weight, fmt in zip(weights, formats, strict=True)
+            _scaled_error(weight, spread, statistics.moment, round_trip)
+            for weight, round_trip in zip(weights, seen_as, strict=True)
         ]
         return torch.stack(parts).sum()
 
@@ -118,17 +115,18 @@ def _centered(logs: torch.Tensor) -> torch.Tensor:
     return logs - (low + high) / 2
 
 
+def _nearest(weight: torch.Tensor, fmt: TensorFormat) -> torch.Tensor:
+    """The weight rounded to nearest and decoded, fp32."""
+    return dequantize(rtn(weight, fmt))
+
+
 def _scaled_error(
-    weight: torch.Tensor,
-    fmt: TensorFormat,
-    scales: torch.Tensor,
-    moment: torch.Tensor,
-    round_trip: RoundTrip,
+    weight: torch.Tensor, scales: torch.Tensor, moment: torch.Tensor, round_trip: RoundTrip
 ) -> torch.Tensor:
     """tr(E M E^T) of one weight and candidate, fp64 scalar; NaN where scaled weights are no numbers any more."""
     exact = weight.float()
     try:
-        decoded = round_trip(exact * scales, fmt)
+        decoded = round_trip(exact * scales)
     except NonFiniteError:
         return torch.full((), torch.nan, dtype=torch.float64, device=weight.device)
     errors = (decoded / scales).sub_(exact)

@@ -8,7 +8,6 @@ from halfbyte.algorithms.grid_search import (
     Measure,
     least_error_grid,
     output_error_of_tiles,
-    stacked,
     weight_error,
 )
 from halfbyte.formats.grid import Grid, Ranges, choose_grid
@@ -58,9 +57,6 @@ def clip_output_grid(
     weight: torch.Tensor, fmt: TensorFormat, moment: torch.Tensor, *, elsewhere: float = 0.0
 ) -> Grid:
     """The grid of :func:`clip_output`, for an algorithm that rounds by itself."""
-    if moment.dim() > 2:
-        members = zip(weight, moment, strict=True)
-        return stacked([clip_output_grid(member, fmt, own, elsewhere=elsewhere) for member, own in members])
     measure = output_error_of_tiles(moment, Tiling.of(tuple(weight.shape), fmt))
     return _best_grid(weight, fmt, measure, elsewhere)
 

@@ -11,6 +11,8 @@ from halfbyte.errors import HalfbyteError
 
 _LARGEST_DAMPING = 1.0
 _SMALLEST_RAISED_DAMPING = 0.01
+# Elements of moments that are copied at a time.
+_TOGETHER = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -50,35 +52,53 @@ class Feedback:
         mean = diagonal.mean(-1)
         order = diagonal.argsort(dim=-1, descending=True, stable=True)
         usable = finite & (mean > 0)
-        lower, found = _damped_cholesky(_reversed(members, order, mean, usable), mean, _ladder(damping))
-        factors = lower.flip(-2, -1)
-        del lower
+        reversed_moments = _ReversedMoments(members, order.flip(-1), mean, usable)
+        matrix, found = _damped_cholesky(reversed_moments, torch.arange(len(members)), _ladder(damping))
+        _reverse_(matrix)
+        factors = matrix.mT
         factors.div_(factors.diagonal(dim1=-2, dim2=-1).clone().unsqueeze(-2))
         reasons = [_reason(*flags) for flags in zip(finite.tolist(), usable.tolist(), found, strict=True)]
         fallen = [reason is not None for reason in reasons]
         if any(fallen):
             factors[torch.tensor(fallen, device=factors.device)] = 0.0
         dampings = (None if reason else value for reason, value in zip(reasons, found, strict=True))
-        return cls(order.reshape(*lead, size), factors.reshape(moment.shape), tuple(dampings), tuple(reasons))
+        factors = factors.unflatten(0, lead) if lead else factors[0]
+        return cls(order.reshape(*lead, size), factors, tuple(dampings), tuple(reasons))
 
 
-def _reversed(
-    members: torch.Tensor, order: torch.Tensor, mean: torch.Tensor, usable: torch.Tensor
-) -> torch.Tensor:
-    """Moments with the inputs last to be rounded first, float64; identities where they are of no use.
+@dataclass(frozen=True)
+class _ReversedMoments:
+    """Moments ``[b, n, n]`` with the inputs last to be rounded first (``backwards``, int64 ``[b, n]``).
 
-    Inputs that were always zero have nothing to do with the others, and an error in them costs nothing: only so that
-    there are factors, they get the mean on the diagonal.
+    Identities where they are not usable (bool ``[b]``). Inputs that were always zero have nothing to do with the
+    others, and an error in them costs nothing: only so that there are factors, they get the mean on the diagonal.
     """
-    backwards = order.flip(-1)
-    picked = torch.arange(len(members), device=members.device)[:, None, None]
-    matrix = members[picked, backwards.unsqueeze(-1), backwards.unsqueeze(-2)].double()
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    dead = diagonal == 0
-    matrix.masked_fill_(dead.unsqueeze(-1) | dead.unsqueeze(-2), 0.0)
-    diagonal.add_(dead * mean.unsqueeze(-1))
-    matrix[~usable] = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    return matrix
+
+    members: torch.Tensor
+    backwards: torch.Tensor
+    mean: torch.Tensor
+    usable: torch.Tensor
+
+    def damped(self, chosen: torch.Tensor, share: float) -> torch.Tensor:
+        """Those of the members ``chosen`` (int64 ``[c]``), float64 ``[c, n, n]``, with damping."""
+        everyone = len(chosen) == len(self.members)
+        members, backwards, mean, usable = (
+            part if everyone else part[chosen.to(part.device)]
+            for part in (self.members, self.backwards, self.mean, self.usable)
+        )
+        count, size, _ = members.shape
+        matrix = members.new_empty(members.shape, dtype=torch.float64)
+        dead = members.diagonal(dim1=-2, dim2=-1).gather(1, backwards) == 0
+        for start in range(0, size, step := max(1, _TOGETHER // (count * size))):
+            rows = slice(start, start + step)
+            picked = members.gather(1, backwards[:, rows, None].expand(-1, -1, size))
+            picked = picked.gather(2, backwards[:, None].expand(-1, picked.shape[1], -1))
+            matrix[:, rows] = picked.masked_fill_(dead[:, rows, None] | dead[:, None], 0.0)
+        matrix.masked_fill_(~usable[:, None, None], 0.0)
+        diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+        diagonal.add_((dead + share) * mean.unsqueeze(-1))
+        diagonal.copy_(torch.where(usable.unsqueeze(-1), diagonal, 1.0))
+        return matrix
 
 
 def _ladder(damping: float) -> list[float]:
@@ -89,29 +109,41 @@ def _ladder(damping: float) -> list[float]:
 
 
 def _damped_cholesky(
-    matrix: torch.Tensor, mean: torch.Tensor, ladder: list[float]
+    moments: _ReversedMoments, chosen: torch.Tensor, ladder: list[float]
 ) -> tuple[torch.Tensor, list[float | None]]:
-    """Lower factors of float64 ``[b, n, n]``, and the first damping of the ladder that gave each of them, or none.
+    """Of the chosen members, float64 ``[c, n, n]``, transposed: lower factors; and the first damping that gave them.
 
-    Those of which no damping gave any are identities.
+    Those of which no damping gave any are identities, with none for their damping.
     """
     step, *higher = ladder
-    damped = matrix.clone()
-    damped.diagonal(dim1=-2, dim2=-1).add_(step * mean.unsqueeze(-1))
-    lower, info = torch.linalg.cholesky_ex(damped)
-    del damped
+    matrix = moments.damped(chosen, step)
+    info = torch.empty(len(chosen), dtype=torch.int32, device=matrix.device)
+    # In place (it is symmetric, and its transpose lies as LAPACK wants it): a copy is the most that a run holds.
+    torch.linalg.cholesky_ex(matrix.mT, out=(matrix.mT, info))
     failed = info.nonzero().flatten()
-    found: list[float | None] = [step] * len(matrix)
+    found: list[float | None] = [step] * len(chosen)
     if not len(failed):
-        return lower, found
+        return matrix, found
+    again: list[float | None] = [None] * len(failed)
     if higher:
-        lower[failed], again = _damped_cholesky(matrix[failed], mean[failed], higher)
+        matrix[failed], again = _damped_cholesky(moments, chosen[failed.cpu()], higher)
     else:
-        lower[failed] = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        again = [None] * len(failed)
+        matrix[failed] = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     for member, damping in zip(failed.tolist(), again, strict=True):
         found[member] = damping
-    return lower, found
+    return matrix, found
+
+
+def _reverse_(matrix: torch.Tensor) -> None:
+    """Reverses both axes of contiguous ``[b, n, n]`` in place."""
+    flat = matrix.flatten(1)
+    total = flat.shape[1]
+    for start in range(0, total // 2, step := max(1, _TOGETHER // len(flat))):
+        stop = min(start + step, total // 2)
+        front, back = flat[:, start:stop], flat[:, total - stop : total - start]
+        kept = front.flip(1)
+        front.copy_(back.flip(1))
+        back.copy_(kept)
 
 
 def _reason(finite: bool, usable: bool, damping: float | None) -> str | None:

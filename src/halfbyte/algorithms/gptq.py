@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from halfbyte.algorithms.column_feedback import round_with_feedback
 from halfbyte.algorithms.feedback import Feedback
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.columns import ColumnRounding, Rounding, take_columns
@@ -14,6 +15,9 @@ from halfbyte.formats.grid import Grid, Ranges, choose_grid
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.ranges import as_float
 from halfbyte.formats.spec import TensorFormat
+
+# Columns whose errors are in float64 at a time.
+_TOGETHER = 2048
 
 
 @dataclass(frozen=True)
@@ -85,23 +89,28 @@ def gptq(
 
 def _round_in_order(weight: torch.Tensor, rounding: Rounding, feedback: Feedback, block: int) -> torch.Tensor:
     """Codes ``[..., out, in]``, in the weight's own order."""
-    errors = torch.empty(weight.shape, dtype=torch.float64, device=weight.device)
+    errors = torch.empty_like(weight, dtype=torch.float32)
     parts = []
     for start in range(0, weight.shape[-1], block):
         stop = min(start + block, weight.shape[-1])
         inputs = feedback.order[..., start:stop]
-        columns = rounding.at(inputs)
         left = take_columns(weight, inputs).float()
-        # In float64: a product's order of sums depends on the number of rows, which must not show.
-        taken_over = errors[..., :start] @ feedback.factors[..., :start, start:stop]
-        values = left + taken_over.float()
+        values = left + _taken_over(errors[..., :start], feedback.factors[..., :start, start:stop]).float()
         shares = feedback.factors[..., start:stop, start:stop].float()
-        for i, column in enumerate(columns.each()):
-            _, decoded = column.round(values[..., i : i + 1])
-            error = left[..., i : i + 1].sub_(decoded)
-            values[..., i + 1 :].addcmul_(error, shares[..., i : i + 1, i + 1 :])
-        errors[..., start:stop] = left
-        parts.append(columns.round(values)[0])
+        found, errors[..., start:stop] = round_with_feedback(rounding.at(inputs), values, left, shares)
+        parts.append(found)
     codes = torch.cat(parts, -1)
     in_place = take_columns(codes.view(torch.uint8), feedback.order.argsort(-1))
     return in_place.view(codes.dtype)
+
+
+def _taken_over(errors: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """The product of errors, fp32 ``[..., out, k]``, and factors, float64 ``[..., k, n]``.
+
+    In float64: a product's order of sums depends on the number of rows, which must not show.
+    """
+    total = factors.new_zeros(*errors.shape[:-1], factors.shape[-1])
+    parts = zip(errors.split(_TOGETHER, -1), factors.split(_TOGETHER, -2), strict=True)
+    for some, theirs in parts:
+        total += some.double() @ theirs
+    return total

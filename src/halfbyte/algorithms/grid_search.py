@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -14,11 +14,12 @@ from halfbyte.formats.rounding import decode_tiles, encode_tiles_
 from halfbyte.formats.spec import TensorFormat
 from halfbyte.formats.tiles import Tiling
 
-# fp32 errors of tiles [down, rows, across, columns], which may be overwritten -> [down, 1, across, 1].
-Measure = Callable[[torch.Tensor], torch.Tensor]
+# fp32 errors of tiles [down, rows, across, columns], which may be overwritten, and the place of the first one down
+# among all tiles -> [down, 1, across, 1].
+Measure = Callable[[torch.Tensor, int], torch.Tensor]
 
 
-def weight_error(errors: torch.Tensor) -> torch.Tensor:
+def weight_error(errors: torch.Tensor, _: int) -> torch.Tensor:
     """Squared error of each tile's weights."""
     return errors.square_().sum((1, 3), keepdim=True)
 
@@ -26,26 +27,49 @@ def weight_error(errors: torch.Tensor) -> torch.Tensor:
 def output_error_of_tiles(moment: torch.Tensor, tiling: Tiling) -> Measure:
     """Squared output error of each tile by itself: the sum over its rows of e M e^T, M its block of the diagonal.
 
-    moment: mean of ``x x^T``, ``[in, in]``. The products of two tiles' errors are left out, so that each tile can be
-    judged alone (Lin et al., "AWQ", 2024, section 3.2, do so for groups).
+    moment: mean of ``x x^T``, ``[in, in]``, or ``[..., in, in]`` with one for each member of a stack. The products of
+    two tiles' errors are left out, so that each tile can be judged alone (Lin et al., "AWQ", 2024, section 3.2, do so
+    for groups).
     Errors: a moment of another shape.
     """
-    features = tiling.shape[-1]
-    if moment.shape != (features, features):
+    *lead, _, features = tiling.shape
+    if list(moment.shape) not in ([features, features], [*lead, features, features]):
         raise HalfbyteError(f"a moment {list(moment.shape)} does not fit a weight {list(tiling.shape)}")
-    blocks = moment.new_zeros(tiling.across, tiling.columns, tiling.columns, dtype=torch.float32)
+    moments = moment.reshape(-1, features, features)
+    blocks = moment.new_zeros(
+        len(moments), tiling.across, tiling.columns, tiling.columns, dtype=torch.float32
+    )
     for index in range(tiling.across):
         start = index * tiling.columns
         stop = min(start + tiling.columns, features)
-        blocks[index, : stop - start, : stop - start] = moment[start:stop, start:stop]
+        blocks[:, index, : stop - start, : stop - start] = moments[:, start:stop, start:stop]
+    each = tiling.down // len(moments)
 
-    def measure(errors: torch.Tensor) -> torch.Tensor:
+    def measure(errors: torch.Tensor, first: int) -> torch.Tensor:
         down, rows, across, columns = errors.shape
-        by_block = errors.permute(2, 0, 1, 3).reshape(across, down * rows, columns)
-        squares = torch.bmm(by_block, blocks).mul_(by_block).sum(-1)
-        return squares.view(across, down, rows).sum(-1).t()[:, None, :, None]
+        found = errors.new_empty(down, across)
+        for members, here in _runs(first, down, each):
+            own = blocks[members].flatten(0, 1)
+            # [members, tiles down, rows, across, columns]
+            by_member = errors[here].unflatten(0, (members.stop - members.start, -1))
+            by_block = by_member.permute(0, 3, 1, 2, 4).reshape(len(own), -1, columns)
+            squares = torch.bmm(by_block, own).mul_(by_block).sum(-1)
+            by_tile = squares.view(members.stop - members.start, across, -1, rows).sum(-1)
+            found[here] = by_tile.mT.flatten(0, 1)
+        return found[:, None, :, None]
 
     return measure
+
+
+def _runs(first: int, count: int, each: int) -> Iterator[tuple[slice, slice]]:
+    """Tiles ``first`` to ``first + count`` as members (``each`` tiles of them), whole ones together, and tiles."""
+    done = 0
+    while done < count:
+        member, offset = divmod(first + done, each)
+        whole = (count - done) // each if offset == 0 else 0
+        size = whole * each or min(each - offset, count - done)
+        yield slice(member, member + max(whole, 1)), slice(done, done + size)
+        done += size
 
 
 def least_error_grid(
@@ -65,7 +89,7 @@ def least_error_grid(
             values = tiles[down, rows].to(torch.float32)
             for error, grid in zip(errors, grids, strict=True):
                 decoded = decode_tiles(encode_tiles_(values.clone(), fmt, grid[down]), fmt, grid[down])
-                error[down] += measure(decoded.sub_(values))
+                error[down] += measure(decoded.sub_(values), down.start)
 
     for_each(try_all, tiling.bands(weight.device), weight.device)
     least, best = errors[0], candidates[0]
@@ -74,20 +98,6 @@ def least_error_grid(
         least = torch.where(better, error, least)
         best = _replaced(best, candidate, better.reshape(best.scales.shape))
     return best
-
-
-def stacked(grids: Sequence[Grid]) -> Grid:
-    """One grid of a stack of weights, from those of its members."""
-
-    def stack(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-        present = [part for part in parts if part is not None]
-        return torch.stack(present) if present else None
-
-    return Grid(
-        torch.stack([grid.scales for grid in grids]),
-        stack([grid.zero_points for grid in grids]),
-        stack([grid.outer_scales for grid in grids]),
-    )
 
 
 def _replaced(grid: Grid, other: Grid, where: torch.Tensor) -> Grid:

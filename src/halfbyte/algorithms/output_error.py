@@ -14,16 +14,23 @@ def output_error(weight: torch.Tensor, decoded: torch.Tensor, moment: torch.Tens
     weight, decoded: ``[..., out, in]``, float dtypes; traces are added up over the leading axes. moment: mean (or any
     multiple) of x x^T, fp32 ``[in, in]`` or ``[..., in, in]``. Returns: 0 where the output itself is zero.
     """
-    rows = max(1, _SLAB * weight.shape[-2] // max(weight.numel(), 1))
-    error = torch.zeros((), dtype=torch.float64, device=weight.device)
-    output = torch.zeros_like(error)
-    for given, kept in zip(weight.split(rows, -2), decoded.split(rows, -2), strict=True):
-        values = given.float()
-        error += _trace(values - kept.float(), moment)
-        output += _trace(values, moment)
-    return float((error / output).clamp(min=0).sqrt()) if float(output) > 0 else 0.0
+    error = float(row_energies(weight.float() - decoded.float(), moment).sum())
+    return relative_error(error, float(row_energies(weight, moment).sum()))
 
 
-def _trace(values: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """tr(V M V^T), float64 ``[]``, summed over the leading axes."""
-    return (values @ moment).double().mul_(values).sum()
+def relative_error(error: float, output: float) -> float:
+    """The size of an error over that of an output, from their squares; 0 where the output is zero."""
+    return (max(error, 0.0) / output) ** 0.5 if output > 0 else 0.0
+
+
+def row_energies(rows: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    """w M w^T, the mean square of what each row w puts out: float64 ``[..., out]``.
+
+    rows: ``[..., out, in]``, a float dtype. moment: mean (or any multiple) of x x^T, fp32 ``[in, in]`` or
+    ``[..., in, in]``.
+    """
+    step = max(1, _SLAB * rows.shape[-2] // max(rows.numel(), 1))
+    parts = [
+        (some := part.float()).matmul(moment).double().mul_(some).sum(-1) for part in rows.split(step, -2)
+    ]
+    return torch.cat(parts, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.algorithms.clip import clip_mse_grid, clip_output_grid
-from halfbyte.algorithms.grid_search import least_error_grid, output_error_of_tiles, stacked, weight_error
+from halfbyte.algorithms.grid_search import least_error_grid, output_error_of_tiles, weight_error
 from halfbyte.errors import NonFiniteError
 from halfbyte.formats.grid import Grid, Ranges
 from halfbyte.formats.qoq import channel_scales, check_format, group_grid, level_one_
@@ -38,8 +38,6 @@ def qoq_grid(weight: torch.Tensor, fmt: TensorFormat, moment: torch.Tensor | Non
     if fmt.granularity == "channel" and fmt.element == "int4" and not fmt.symmetric:
         return clip_mse_grid(weight, fmt) if moment is None else clip_output_grid(weight, fmt, moment)
     check_format(fmt)
-    if moment is not None and moment.dim() > 2:
-        return stacked([qoq_grid(member, fmt, own) for member, own in zip(weight, moment, strict=True)])
     ranges = Ranges.of(weight, fmt)
     outer = channel_scales(ranges.absmax.amax(-1, keepdim=True))
     # Rounding is monotonic: the range of the rounded weights is the rounded range.

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.layout import WeightSource
 
 _DOWN = "down_proj"
 _FIRST = ("gate_up_proj", "up_proj")
+# Elements between the projections of experts that are worked on at a time.
+_TOGETHER = 1 << 26
 
 
 @dataclass
@@ -42,15 +43,22 @@ class FusedExperts:
         """How many experts there are."""
         return getattr(self.module, _DOWN).shape[0]
 
-    def inner_inputs(self, expert: int, inputs: torch.Tensor) -> torch.Tensor:
-        """What the down projection of ``expert`` reads ``[tokens, inner]`` for its ``inputs`` ``[tokens, hidden]``."""
+    def inner_inputs(self, inputs: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """What the down projections in :attr:`inner` read for their experts' ``inputs`` ``[tokens, hidden]``.
+
+        Yields some of them at a time, in order: the place of the first in :attr:`inner`, and ``[n, tokens, inner]``.
+        """
         first = next(name for name in _FIRST if hasattr(self.module, name))
-        weight = getattr(self.module, first)[expert]
-        bias = getattr(self.module, f"{first}_bias", None)
-        outputs = functional.linear(
-            inputs, weight.t() if self.transposed else weight, None if bias is None else bias[expert]
-        )
-        return self._gate(first)(outputs)
+        weights, biases = getattr(self.module, first), getattr(self.module, f"{first}_bias", None)
+        experts = [*self.inner.values()]
+        width = weights.shape[-1 if self.transposed else -2]
+        together = max(1, _TOGETHER // max(1, len(inputs) * width))
+        for start in range(0, len(experts), together):
+            some = _consecutive(experts[start : start + together])
+            outputs = inputs @ (weights[some] if self.transposed else weights[some].mT)
+            if biases is not None:
+                outputs += biases[some].unsqueeze(1)
+            yield start, self._gate(first)(outputs)
 
     def _gate(self, first: str) -> Callable[[torch.Tensor], torch.Tensor]:
         module: Any = self.module
@@ -98,6 +106,12 @@ def _open(model: nn.Module, owner: str, name: str, place: WeightSource) -> Fused
         )
     parent = name.rpartition(f".{place.expert}.")[0]
     return FusedExperts(parent, module, model.get_submodule(owner.rpartition(".")[0]), place.transposed)
+
+
+def _consecutive(experts: list[int]) -> slice | list[int]:
+    """As a slice where that says the same, which spares a copy of what it is taken from."""
+    first, stop = experts[0], experts[0] + len(experts)
+    return slice(first, stop) if experts == [*range(first, stop)] else experts
 
 
 def routes_among(arguments: Sequence[Any]) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from halfbyte.calibration.places import Places, view_at
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.layout import WeightSource
 
+_READERS = 4
 _READABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,14 +65,26 @@ class LiveTensors:
 
     def load(self, names: Iterable[str]) -> None:
         """Fills the parameters ``names``; those already in memory stay as they are."""
-        for name in names:
-            if not self._entry(name).is_meta:
-                continue
-            origin = self._places.ties.get(name)
-            if origin is None:
-                self._put(name, self._read(name))
-            else:
-                self.load([origin])
+        absent = [name for name in names if self._entry(name).is_meta]
+        origins = {name: self._places.ties.get(name, name) for name in absent}
+        needed = [name for name in dict.fromkeys(origins.values()) if self._entry(name).is_meta]
+        entries = {
+            name: torch.empty(self._entry(name).shape, dtype=self._dtypes[name], device=self._device)
+            for name in needed
+        }
+        # Reading and copying to a GPU wait for memory, several at once hide that; a CPU's memory is what is short.
+        with ThreadPoolExecutor(1 if self._device.type == "cpu" else _READERS) as pool:
+            jobs = [
+                pool.submit(self._fill, entries[name], stored)
+                for name in needed
+                for stored in self._stored[name]
+            ]
+            for job in jobs:
+                job.result()
+        for name, entry in entries.items():
+            self._put(name, entry)
+        for name, origin in origins.items():
+            if name != origin:
                 self._put(name, self._entry(origin))
 
     def release(self, names: Iterable[str]) -> None:
@@ -86,18 +100,15 @@ class LiveTensors:
         """The live values at ``place``; shares the model's memory."""
         return view_at(self._entry(place.tensor), place)
 
-    def _read(self, name: str) -> torch.Tensor:
-        shape = self._entry(name).shape
-        entry = torch.empty(shape, dtype=self._dtypes[name], device=self._device)
-        for stored in self._stored[name]:
-            values = self._source.load(stored)
-            if entry.is_floating_point() and values.dtype not in _READABLE:
-                raise HalfbyteError(
-                    f"{self._source.path}: {stored} is stored as {values.dtype}; accepted for calibration: "
-                    f"{', '.join(map(str, _READABLE))}"
-                )
-            view_at(entry, self._places.tensors[stored]).copy_(values)
-        return entry
+    def _fill(self, entry: torch.Tensor, stored: str) -> None:
+        """Reads a stored tensor into its place in a parameter."""
+        values = self._source.load(stored)
+        if entry.is_floating_point() and values.dtype not in _READABLE:
+            raise HalfbyteError(
+                f"{self._source.path}: {stored} is stored as {values.dtype}; accepted for calibration: "
+                f"{', '.join(map(str, _READABLE))}"
+            )
+        view_at(entry, self._places.tensors[stored]).copy_(values)
 
     def _entry(self, name: str) -> torch.Tensor:
         owner, _, leaf = name.rpartition(".")

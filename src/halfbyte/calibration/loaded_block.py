@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,17 +80,35 @@ class LoadedBlock:
         """Puts ``values`` in the place of the stored tensor ``tensor``, from now on. Errors: another shape."""
         _overwrite(tensor, self._stored(tensor), values)
 
-    @torch.no_grad()
-    def run(self, hidden: torch.Tensor, ids: torch.Tensor, *, sample: str = "a sample") -> torch.Tensor:
-        """The block's output ``[1, T, hidden]`` for its input ``[1, T, hidden]`` and the tokens ``[1, T]``.
+    def require_finite(self, names: Iterable[str]) -> None:
+        """Errors: NonFiniteError with the first of the modules ``names`` whose weight holds NaN or Inf."""
+        asked = [*names]
+        if not asked:
+            return
+        sound = torch.stack([self._view(name).isfinite().all() for name in asked]).tolist()
+        if False in sound:
+            raise NonFiniteError(
+                f"{asked[sound.index(False)]}: its weight holds NaN or Inf; accepted: finite weights only"
+            )
 
-        sample: what to call it in messages. Errors: NonFiniteError, if the output holds NaN or Inf.
+    @torch.no_grad()
+    def run(self, samples: Iterable[Sample]) -> Iterator[torch.Tensor]:
+        """The block's output ``[1, T, hidden]`` for one sample after the other.
+
+        Errors: NonFiniteError, if an output holds NaN or Inf; it is raised when the next one is asked for.
         """
-        arguments = self._arguments(ids)
-        output = arguments.call(self._model.get_submodule(self.name), hidden.to(self._placed))
-        if not output.isfinite().all():
-            raise NonFiniteError(f"{self.name}: its output for {sample} holds NaN or Inf")
-        return output
+        module, last = self._model.get_submodule(self.name), None
+        for sample in samples:
+            output = self._arguments(sample.ids).call(module, sample.hidden.to(self._placed))
+            # One behind, so that a GPU has work while the answer is waited for.
+            self._require_finite_output(last)
+            last = sample.name, output.isfinite().all()
+            yield output
+        self._require_finite_output(last)
+
+    def _require_finite_output(self, last: tuple[str, torch.Tensor] | None) -> None:
+        if last is not None and not last[1]:
+            raise NonFiniteError(f"{self.name}: its output for {last[0]} holds NaN or Inf")
 
     @torch.no_grad()
     def observe(self, names: Iterable[str], samples: Iterable[Sample]) -> Observation:
@@ -113,10 +131,14 @@ class LoadedBlock:
         }
         in_features = {name: info.in_features for name, info in infos.items()}
         with Observer(in_features, linears, fused, listed) as observer:
-            for sample in samples:
-                counts = None if sample.counts is None else sample.counts.to(self._placed.device)
-                observer.expect(counts)
-                self.run(sample.hidden, sample.ids, sample=sample.name)
+
+            def expected() -> Iterator[Sample]:
+                for sample in samples:
+                    observer.expect(None if sample.counts is None else sample.counts.to(self._placed.device))
+                    yield sample
+
+            for _ in self.run(expected()):
+                pass
         return observer.observation()
 
     def _info(self, name: str) -> ModuleInfo:

@@ -85,7 +85,7 @@ class Observer:
         self._add(name, arguments[0])
 
     def _add(self, name: str, inputs: torch.Tensor) -> None:
-        self._moments.add_shared(name, inputs, self._counted(name, inputs))
+        self._moments.add_shared([name], inputs, self._counted(name, inputs))
 
     def _counted(self, name: str, inputs: torch.Tensor) -> torch.Tensor:
         rows = inputs.reshape(-1, inputs.shape[-1])
@@ -117,11 +117,11 @@ class Observer:
         else:
             inputs = arguments[0]
             self._count(fused.parent, self._routes_of_experts(fused, routes))
-        for name in fused.outer:
-            self._add(name, inputs)
         rows = self._counted(fused.parent, inputs)
-        for name, expert in fused.inner.items():
-            self._moments.add_alone(name, fused.inner_inputs(expert, rows))
+        if fused.outer:
+            self._moments.add_shared(fused.outer, inputs, rows)
+        for first, between in fused.inner_inputs(rows):
+            self._moments.add_stack([*fused.inner], between, first)
 
     def _routes_of_experts(self, fused: FusedExperts, routes: torch.Tensor) -> torch.Tensor:
         counted = self._counted(fused.parent, routes).reshape(-1).long()
@@ -158,7 +158,7 @@ class Observer:
 
         def take(name: str, inputs: Sequence[Any]) -> None:
             if identity_of(inputs[0]) == identity_of(rows):
-                self._moments.add_shared(name, rows, rows)
+                self._moments.add_shared([name], rows, rows)
             else:
                 self._moments.add_alone(name, inputs[0])
 

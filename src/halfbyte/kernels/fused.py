@@ -36,7 +36,7 @@ def ops_for(*inputs: torch.Tensor) -> Any:
 def triton_ops() -> Any:
     """``torch.ops.halfbyte`` with the portable kernels in it; none where there is no Triton."""
     try:
-        for module in ("activations", "decode_attention", "norms", "rotary"):
+        for module in ("activations", "decode_attention", "feedback", "norms", "rotary"):
             importlib.import_module(f"halfbyte.kernels.triton.{module}")
     except ImportError:
         return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from halfbyte.algorithms.output_error import output_error
+from halfbyte.algorithms.output_error import relative_error, row_energies
 from halfbyte.algorithms.targets import Target
 from halfbyte.calibration.loaded_block import LoadedBlock
 from halfbyte.calibration.observers import Observation
@@ -15,14 +16,14 @@ from halfbyte.calibration.statistics import InputStatistics
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.scales import LARGEST_SCALE, scale_values
-from halfbyte.formats.spec import TensorFormat
 from halfbyte.method import Method
 from halfbyte.models.folding import Fold
 from halfbyte.models.layout import ModuleInfo
 from halfbyte.quantization.plan import Quantize
 from halfbyte.quantization.report import BlockReport, ModuleReport, fold_report
-from halfbyte.quantization.rounding_step import Rounded, round_weights
+from halfbyte.quantization.rounding_step import round_stack
 from halfbyte.quantization.scaling_step import BlockTensors, scale_inputs
+from halfbyte.quantization.stacks import Stack, stack_up
 
 FEWEST_TOKENS = 64
 """Fewer tokens than this say nothing about an expert: it is rounded to nearest, and named."""
@@ -58,68 +59,73 @@ def quantize_block(
     Errors: weights that are not finite, or scales that are not; the tensor is named.
     """
     formats = {step.module.name: step.scheme.weights.with_scale(dtype) for step in steps}
+    shapes = {step.module.name: step.module.shape for step in steps}
     statistics = {name: group.statistics for group in observation.groups for name in group.names}
     chosen = {name: _usable(methods[name], statistics.get(name)) for name in formats}
-    weights = {name: block.weight(name).float() for name in formats}
-    before = {
-        name: output_error(weights[name], targets[name].nearest(weights[name], fmt), statistics[name].moment)
-        for name, fmt in formats.items()
-        if name in statistics
-    }
-    tensors = BlockTensors(modules, weights, load)
     usable = {name: method for name, (method, _) in chosen.items()}
+    tensors = BlockTensors(block.weight, modules, formats, load)
+    outputs: dict[str, float] = {}
+    errors_rtn: dict[str, float] = {}
+    for stack in stack_up(formats, shapes, usable, targets, statistics):
+        moment = stack.moment(statistics)
+        if moment is not None:
+            weight = stack.weight(tensors.weight)
+            outputs |= _energies(stack, weight, moment)
+            nearest = stack.target.nearest(weight, stack.fmt)
+            errors_rtn |= _energies(stack, weight.sub_(nearest), moment)
     applied, spreads = scale_inputs(folds, tensors, formats, usable, statistics, targets)
     for name, tensor in tensors.stored.items():
         block.put_parameter(name, tensor)
 
     partners = _partners(steps)
-    rounded: dict[str, Rounded] = {}
-    for names in _same_input(formats, chosen, targets, statistics):
-        elsewhere = [max(float(weights[other].abs().max()) for other in partners[name]) for name in names]
-        seen = statistics.get(names[0])
-        some = round_weights(
-            [weights[name] for name in names],
-            formats[names[0]],
-            chosen[names[0]][0],
-            None if seen is None else seen.moment,
-            elsewhere,
-            targets[names[0]],
+    quantized: dict[str, QuantizedTensor] = {}
+    reports: dict[str, ModuleReport] = {}
+    schemes = {step.module.name: step.scheme.name for step in steps}
+    for stack in stack_up(formats, shapes, usable, targets, statistics):
+        moment = stack.moment(statistics)
+        weight = stack.weight(tensors.weight)
+        result = round_stack(
+            weight,
+            stack.fmt,
+            stack.method,
+            moment,
+            stack.target,
+            elsewhere=_largest_elsewhere(stack, partners, tensors),
         )
-        rounded |= dict(zip(names, some, strict=True))
-
-    reports = []
-    for step in steps:
-        name = step.module.name
-        result, (method, why) = rounded[name], chosen[name]
-        _require_sound(name, result.quantized)
-        decoded = targets[name].decode(result.quantized)
-        seen = statistics.get(name)
-        error = None if seen is None else output_error(weights[name], decoded, seen.moment)
-        block.put(name, decoded)
-        scales = _scales(result.quantized)
-        reports.append(
-            ModuleReport(
+        scales = _scale_ranges(stack, result.quantized)
+        decoded = stack.target.decode(result.quantized)
+        errors = {} if moment is None else _energies(stack, weight.sub_(decoded), moment)
+        for name, member, rows in stack.parts():
+            quantized[name] = stack.part(result.quantized, member, rows)
+            block.put(name, decoded[member, rows])
+            seen = statistics.get(name)
+            error = None if seen is None else relative_error(errors[name], outputs[name])
+            reports[name] = ModuleReport(
                 module=name,
-                scheme=step.scheme.name,
-                method=str(method),
-                shape=step.module.shape,
-                group_size=formats[name].group_size,
+                scheme=schemes[name],
+                method=str(stack.method),
+                shape=shapes[name],
+                group_size=stack.fmt.group_size,
                 tokens=0 if seen is None else seen.tokens,
-                error_rtn=before.get(name),
+                error_rtn=None if seen is None else relative_error(errors_rtn[name], outputs[name]),
                 error=error,
-                scale_min=float(scales.min()),
-                scale_max=float(scales.max()),
-                narrowed=result.narrowed,
+                scale_min=scales[name][0],
+                scale_max=scales[name][1],
+                narrowed=result.narrowed[member],
                 scaling=spreads.get(name),
-                damping=result.damping,
-                fallback=result.fallback or why,
+                damping=result.damping[member],
+                fallback=result.fallback[member] or chosen[name][1],
             )
-        )
-        on_module(name, error)
+            on_module(name, error)
     return QuantizedBlock(
-        {name: result.quantized for name, result in rounded.items()},
+        quantized,
         tensors.stored,
-        BlockReport(block.name, tuple(reports), observation.routed_tokens, tuple(map(fold_report, applied))),
+        BlockReport(
+            block.name,
+            tuple(reports[name] for name in formats),
+            observation.routed_tokens,
+            tuple(map(fold_report, applied)),
+        ),
     )
 
 
@@ -139,33 +145,35 @@ def _partners(steps: Sequence[Quantize]) -> dict[str, list[str]]:
     return {name: names for names in groups.values() for name in names}
 
 
-def _same_input(
-    formats: Mapping[str, TensorFormat],
-    chosen: Mapping[str, tuple[Method, str | None]],
-    targets: Mapping[str, Target],
-    statistics: Mapping[str, InputStatistics],
-) -> list[list[str]]:
-    """Names in lists of those that can be rounded together: same statistics, format, method and target."""
-    together: dict[tuple[object, ...], list[str]] = {}
-    for name, fmt in formats.items():
-        seen = statistics.get(name)
-        key = (name if seen is None else id(seen), fmt, chosen[name][0], targets[name])
-        together.setdefault(key, []).append(name)
-    return list(together.values())
+def _largest_elsewhere(stack: Stack, partners: Mapping[str, list[str]], tensors: BlockTensors) -> float:
+    """Largest magnitude of weights that share the stack's outer scale per tensor; 0 where it has none."""
+    if stack.fmt.outer != "tensor":
+        return 0.0
+    return max(float(tensors.weight(other).abs().max()) for other in partners[stack.members[0][0]])
 
 
-def _scales(q: QuantizedTensor) -> torch.Tensor:
-    scales = scale_values(q.scales)
-    return scales if q.outer_scales is None else scales * q.outer_scales
+def _energies(stack: Stack, rows: torch.Tensor, moment: torch.Tensor) -> dict[str, float]:
+    """What the rows of each module of a stack put out, squared (see :func:`row_energies`)."""
+    energies = row_energies(rows, moment)
+    sums = torch.stack([energies[member, part].sum() for _, member, part in stack.parts()])
+    return dict(zip(stack.names, sums.tolist(), strict=True))
 
 
-def _require_sound(name: str, q: QuantizedTensor) -> None:
-    scales = _scales(q)
-    if not bool((scales.isfinite() & (scales > 0)).all()):
-        raise HalfbyteError(f"{name}: a scale is zero or not finite; accepted: finite positive scales")
-    largest = LARGEST_SCALE.get(q.format.scale)
-    if q.outer_scales is None and largest is not None and bool((scales >= largest).any()):
-        raise HalfbyteError(
-            f"{name}: a scale is {float(scales.max()):g}, the largest that {q.format.scale} holds: "
-            "its weights do not fit; accepted: weights within the range of the scales' dtype"
-        )
+def _scale_ranges(stack: Stack, q: QuantizedTensor) -> dict[str, tuple[float, float]]:
+    """The smallest and the largest scale of each module. Errors: one that is zero, not finite, or was too large."""
+    scales = scale_values(q.scales) if q.outer_scales is None else scale_values(q.scales) * q.outer_scales
+    lows, highs = scales.amin(-1), scales.amax(-1)
+    every = slice(None)
+    places = [(member, rows if stack.by_rows else every) for _, member, rows in stack.parts()]
+    ends = torch.stack([torch.stack([lows[place].amin(), highs[place].amax()]) for place in places])
+    ranges = dict(zip(stack.names, ((low, high) for low, high in ends.tolist()), strict=True))
+    largest = LARGEST_SCALE.get(q.format.scale) if q.outer_scales is None else None
+    for name, (low, high) in ranges.items():
+        if not (low > 0 and math.isfinite(high)):
+            raise HalfbyteError(f"{name}: a scale is zero or not finite; accepted: finite positive scales")
+        if largest is not None and high >= largest:
+            raise HalfbyteError(
+                f"{name}: a scale is {high:g}, the largest that {q.format.scale} holds: "
+                "its weights do not fit; accepted: weights within the range of the scales' dtype"
+            )
+    return ranges

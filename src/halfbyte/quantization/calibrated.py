@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +16,15 @@ from halfbyte.calibration.activations import ActivationStore, DiskStore, MemoryS
 from halfbyte.calibration.blocks import BlockModel
 from halfbyte.calibration.loaded_block import LoadedBlock
 from halfbyte.calibration.loaded_block import Sample as BlockSample
+from halfbyte.calibration.observers import Observation
 from halfbyte.calibration.ranks import Ranks
 from halfbyte.calibration.samples import CalibrationSet, Sample
 from halfbyte.checkpoint.output_directory import refuse_to_replace_source
 from halfbyte.checkpoint.quantized_weight import decode, encode
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
+from halfbyte.errors import HalfbyteError
+from halfbyte.formats.scales import FLOAT_SCALE_DTYPES
 from halfbyte.models.config_fields import read_config
 from halfbyte.models.folding import Fold, find_folds
 from halfbyte.models.producers import NormProducer
@@ -88,7 +92,8 @@ def run_calibrated(
     for source in {checkpoint.path, *(info.file for info in checkpoint.tensors.values())}:
         refuse_to_replace_source(Path(out), source)
     kernel_targets(plan)
-    model = BlockModel.open(checkpoint, plan.layout, device=device)
+    model = BlockModel.open(checkpoint, plan.layout, device=device, dtype=_compute_dtype(device, checkpoint))
+    _refuse_two_scalings(plan)
     blocks = by_block(plan, model)
     with ExitStack() as stack:
         output: CheckpointWriter | Follower
@@ -135,6 +140,25 @@ def run_calibrated(
     )
 
 
+def _compute_dtype(device: torch.device | str, checkpoint: Checkpoint) -> torch.dtype:
+    """fp32 on a CPU; elsewhere what the weights are stored in, so that none is rounded before it is quantized."""
+    return torch.float32 if torch.device(device).type == "cpu" else FLOAT_SCALE_DTYPES[checkpoint.model_dtype]
+
+
+def _refuse_two_scalings(plan: QuantizationPlan) -> None:
+    """Errors: layers that read one input, whose methods would scale it in two ways."""
+    methods = plan.assignment.methods
+    for fold in find_folds(plan.layout, plan.checkpoint.shapes, plan.checkpoint.config).folds:
+        scalings = {methods[name].scaling: name for name in fold.consumers if name in methods}
+        wanted = {scaling: name for scaling, name in scalings.items() if scaling}
+        if len(wanted) > 1:
+            (one, first), (other, second) = sorted(wanted.items())[:2]
+            raise HalfbyteError(
+                f"{first} and {second} read the same input, which {one} and {other} would each scale; "
+                "accepted: one of the two for both"
+            )
+
+
 def _near(device: torch.device | str, plan: QuantizationPlan, samples: Sequence[Sample]) -> torch.device:
     """Where hidden states wait in memory: on a GPU if they take little of it, else on the CPU."""
     place = torch.device(device)
@@ -179,7 +203,7 @@ class _Run:
     def all_blocks(self) -> Iterator[BlockReport]:
         """Every block's report; those that were not finished are quantized and written."""
         unfinished = [index for index, steps in enumerate(self._blocks.blocks) if self._is_missing(steps)]
-        last = max(unfinished, default=-1)
+        last = max((index for index in unfinished if self._watched(index)), default=-1)
         if last >= 0:
             self._enter()
         for index, steps in enumerate(self._blocks.blocks):
@@ -189,6 +213,12 @@ class _Run:
                 if index < last:
                     self._pass_through(index, steps)
                 yield self._kept_report(index, steps)
+
+    def _watched(self, index: int) -> list[str]:
+        """Modules of a block whose methods need to know their inputs."""
+        methods = self._plan.assignment.methods
+        names = [step.module.name for step in quantize_steps(self._blocks.blocks[index])]
+        return [name for name in names if methods[name].needs_data]
 
     def _kept_report(self, index: int, steps: Sequence[Step]) -> BlockReport:
         kept = self._writer.kept_notes(first_entry(steps))
@@ -207,15 +237,17 @@ class _Run:
 
     def _quantize(self, index: int, steps: Sequence[Step], *, forward: bool) -> BlockReport:
         quantized = quantize_steps(steps)
-        methods = self._plan.assignment.methods
-        watched = [step.module.name for step in quantized if methods[step.module.name].needs_data]
-        with self._model.block(index) as block:
-            observation = block.observe(watched, self._samples(index, "observing"))
+        watched = self._watched(index)
+        with self._model.block(index) as block, ThreadPoolExecutor(1) as background:
+            block.require_finite(step.module.name for step in quantized)
+            observation = (
+                block.observe(watched, self._samples(index, "observing")) if watched else Observation([], {})
+            )
             result = quantize_block(
                 block,
                 quantized,
                 observation,
-                methods=methods,
+                methods=self._plan.assignment.methods,
                 targets=self._targets,
                 folds=[fold for fold in self._folds if _is_inside(fold, block)],
                 modules=self._modules,
@@ -223,9 +255,10 @@ class _Run:
                 dtype=self._plan.checkpoint.model_dtype,
                 on_module=lambda name, error: self._say(index, 1 / 3, "quantizing", name, error),
             )
-            self._write(steps, result)
+            written = background.submit(self._write, steps, result)
             if forward:
                 self._forward(index, block)
+            written.result()
         self._say(index, 1.0, "written")
         return result.report
 
@@ -260,8 +293,8 @@ class _Run:
             self._forward(index, block)
 
     def _forward(self, index: int, block: LoadedBlock) -> None:
-        for number, sample in enumerate(self._samples(index, "running", 2 / 3)):
-            self._store.replace(number, block.run(sample.hidden, sample.ids, sample=sample.name))
+        for number, output in enumerate(block.run(self._samples(index, "running", 2 / 3))):
+            self._store.replace(number, output)
 
     def _samples(self, index: int, doing: str, begun: float = 0.0) -> Iterator[BlockSample]:
         """The samples as they enter block ``index``, with progress through a third of its work."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from halfbyte.algorithms.shared_columns import SharedColumns
 from halfbyte.algorithms.smoothquant import smoothquant_scales
 from halfbyte.algorithms.targets import Target
 from halfbyte.calibration.statistics import InputStatistics
+from halfbyte.errors import NonFiniteError
 from halfbyte.formats.spec import TensorFormat
 from halfbyte.method import Method
 from halfbyte.models.folding import Fold
@@ -24,21 +26,31 @@ from halfbyte.models.producers import NormProducer
 class BlockTensors:
     """The weights of a block while scales are folded into them.
 
-    quantized: fp32 ``[out, in]``, by module, of those that will be quantized. stored: other tensors of the block as
-    they are stored, loaded when they are first asked for; changed: names of those that no longer are what they were.
+    read: a copy of a module's weight ``[out, in]`` by its name. modules: of the model. quantized: names of those that
+    will be quantized. load: stored tensors by name. scaled: fp32 weights of quantized modules that scales were folded
+    into. stored: other tensors of the block that they were folded into, as they are to be stored.
     """
 
+    read: Callable[[str], torch.Tensor]
     modules: Mapping[str, ModuleInfo]
-    quantized: dict[str, torch.Tensor]
+    quantized: Collection[str]
     load: Callable[[str], torch.Tensor]
+    scaled: dict[str, torch.Tensor] = field(default_factory=dict)
     stored: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """fp32 ``[out, in]`` of a module that will be quantized, as it is now."""
+        return self.scaled[name] if name in self.scaled else self.read(name).float()
 
     def fold(self, fold: Fold, scales: torch.Tensor) -> torch.Tensor:
         """Applies ``fold``; the scales that took effect (see :func:`fold_scales_`)."""
-        tensors = dict(self.quantized)
-        sources = {name: WeightSource(name) for name in self.quantized}
+        tensors: dict[str, torch.Tensor] = {}
+        sources: dict[str, WeightSource] = {}
         for name in (*fold.consumers, *self._producer_modules(fold)):
-            if name not in self.quantized:
+            if name in self.quantized:
+                sources[name] = WeightSource(name)
+                tensors[name] = self.scaled[name] = self.weight(name)
+            else:
                 sources[name] = self.modules[name].source
                 tensors[sources[name].tensor] = self._stored(sources[name].tensor)
         for name in self._producer_tensors(fold):
@@ -87,15 +99,13 @@ def scale_inputs(
         shared = SharedColumns(fold.width, fold.repeats)
         # All that reads one producer has the same inputs, so the first module's statistics are everyone's.
         seen = statistics[meant[0]]
-        weights = [tensors.quantized[name] for name in meant]
+        weights = [tensors.weight(name) for name in meant]
         if methods[meant[0]].scaling == "awq":
-            found = awq_scales(
-                weights,
-                [formats[name] for name in meant],
-                seen,
-                shared=shared,
-                round_trip=targets[meant[0]].nearest,
-            )
+            round_trips = [partial(targets[name].nearest, fmt=formats[name]) for name in meant]
+            try:
+                found = awq_scales(weights, [formats[name] for name in meant], seen, shared, round_trips)
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{', '.join(meant)}: {error}") from None
             if found.exponent is None:
                 continue
             scales = found.scales

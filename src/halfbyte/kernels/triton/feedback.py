@@ -1,0 +1,255 @@
+# ruff: noqa: N803
+"""Rounding columns one after the other, each one's error passed on to those behind it: a GPTQ block in one launch.
+
+``torch.ops.halfbyte``: ``round_integers_with_feedback`` and ``round_to_numbers_with_feedback``. Column by column in
+torch, this is a dozen launches for each input of a layer, and they take ten times what the arithmetic does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from halfbyte.errors import HalfbyteError
+from halfbyte.formats.qoq import PROTECTED_RANGE
+from halfbyte.kernels.triton.rows import described, on_device
+
+# Added to a small fp32 number and taken away, it leaves the nearest integer, ties to even.
+_TO_INTEGER = tl.constexpr(1.5 * 2**23)
+_PROTECTED = tl.constexpr(float(PROTECTED_RANGE))
+# A program is one warp, which waits for no other, and has a row's 128 columns in four values of each thread.
+_ROWS = 4
+
+
+@triton.jit
+def _nearest(value: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """The nearest integer, ties to even, between two integers."""
+    return tl.minimum(tl.maximum(value, low), high) + _TO_INTEGER - _TO_INTEGER
+
+
+@triton.jit
+def integers_kernel(
+    values: tl.tensor,
+    left: tl.tensor,
+    scales: tl.tensor,
+    zero_points: tl.tensor,
+    outer: tl.tensor,
+    shares: tl.tensor,
+    codes: tl.tensor,
+    errors: tl.tensor,
+    rows: tl.tensor,
+    share_member: tl.tensor,
+    smallest: tl.tensor,
+    largest: tl.tensor,
+    TWO_LEVELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """Some rows of one member; of the shares, those above the diagonal."""
+    member = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED)
+    there = row < rows
+    first = (member * rows + row) * COLUMNS
+    inside = there[:, None] & (column < COLUMNS)[None, :]
+    elements = first[:, None] + column[None, :]
+    waiting = tl.load(values + elements, mask=inside, other=0.0)
+    chosen = tl.zeros([ROWS, PADDED], tl.float32)
+    shares += member * share_member
+    channel = tl.full([ROWS], 1.0, tl.float32)
+    if outer is not None:
+        channel = tl.load(outer + member * rows + row, mask=there, other=1.0)
+    for step in range(COLUMNS):
+        here = (column == step)[None, :]
+        value = tl.sum(tl.where(here, waiting, 0.0), axis=1)
+        scale = tl.load(scales + first + step, mask=there, other=1.0)
+        divisor = scale
+        if outer is not None:
+            if TWO_LEVELS:
+                value = _nearest(tl.math.div_rn(value, channel), -_PROTECTED, _PROTECTED)
+            else:
+                divisor = scale * channel
+        zero_point = tl.zeros([ROWS], tl.float32)
+        if zero_points is not None:
+            zero_point = tl.load(zero_points + first + step, mask=there, other=0.0)
+        steps = _nearest(tl.math.div_rn(value, divisor), smallest - zero_point, largest - zero_point)
+        decoded = steps * scale
+        if outer is not None:
+            decoded = decoded * channel
+        error = tl.load(left + first + step, mask=there, other=0.0) - decoded
+        chosen = tl.where(here, (steps + zero_point)[:, None], chosen)
+        behind = (column > step) & (column < COLUMNS)
+        share = tl.load(shares + step * COLUMNS + column, mask=behind, other=0.0)
+        # What has been rounded waits no longer: its error is kept in its place.
+        waiting = tl.where(here, error[:, None], waiting + error[:, None] * share[None, :])
+    tl.store(codes + elements, chosen.to(tl.int8), mask=inside)
+    tl.store(errors + elements, waiting, mask=inside)
+
+
+@triton.jit
+def numbers_kernel(
+    values: tl.tensor,
+    left: tl.tensor,
+    numbers: tl.tensor,
+    bounds: tl.tensor,
+    shares: tl.tensor,
+    codes: tl.tensor,
+    errors: tl.tensor,
+    rows: tl.tensor,
+    share_member: tl.tensor,
+    smallest: tl.tensor,
+    NUMBERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """As :func:`integers_kernel`, onto ``NUMBERS`` numbers of each element; a value above a bound is the next one's."""
+    member = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED)
+    there = row < rows
+    first = (member * rows + row) * COLUMNS
+    inside = there[:, None] & (column < COLUMNS)[None, :]
+    elements = first[:, None] + column[None, :]
+    waiting = tl.load(values + elements, mask=inside, other=0.0)
+    chosen = tl.zeros([ROWS, PADDED], tl.float32)
+    shares += member * share_member
+    choice = tl.arange(0, NUMBERS)
+    for step in range(COLUMNS):
+        here = (column == step)[None, :]
+        value = tl.sum(tl.where(here, waiting, 0.0), axis=1)
+        table = (first + step)[:, None]
+        bound = tl.load(
+            bounds + table * (NUMBERS - 1) + choice[None, :],
+            mask=there[:, None] & (choice < NUMBERS - 1)[None, :],
+            other=float("inf"),
+        )
+        place = tl.sum((value[:, None] > bound).to(tl.int32), axis=1)
+        decoded = tl.load(numbers + (first + step) * NUMBERS + place, mask=there, other=0.0)
+        error = tl.load(left + first + step, mask=there, other=0.0) - decoded
+        chosen = tl.where(here, (place + smallest).to(tl.float32)[:, None], chosen)
+        behind = (column > step) & (column < COLUMNS)
+        share = tl.load(shares + step * COLUMNS + column, mask=behind, other=0.0)
+        # What has been rounded waits no longer: its error is kept in its place.
+        waiting = tl.where(here, error[:, None], waiting + error[:, None] * share[None, :])
+    tl.store(codes + elements, chosen.to(tl.int8), mask=inside)
+    tl.store(errors + elements, waiting, mask=inside)
+
+
+@torch.library.custom_op("halfbyte::round_integers_with_feedback", mutates_args=())
+def round_integers_with_feedback(
+    values: torch.Tensor,
+    left: torch.Tensor,
+    scales: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    outer: torch.Tensor | None,
+    shares: torch.Tensor,
+    smallest: int,
+    largest: int,
+    two_levels: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (int8) and errors (fp32) ``[members, out, n]`` of n columns, with everything else fp32.
+
+    values: what is rounded, with the errors of all columns before these. left: the weights themselves, which errors are
+    counted from. scales, zero points: ``[1 or members, 1 or out, n]``; outer: ``[1 or members, 1 or out, 1]``.
+    shares: ``[1 or members, n, n]``, above the diagonal what column j passes on of its error to column k.
+    two_levels: values are rounded to multiples of ``outer`` first, as QoQ's are.
+    """
+    members, rows, columns = _checked("round_integers_with_feedback", values, left, shares)
+
+    def spread(part: torch.Tensor | None, width: int) -> torch.Tensor | None:
+        return None if part is None else part.expand(members, rows, width).contiguous()
+
+    codes, errors = _outputs(values)
+    if values.numel():
+        with on_device(values):
+            integers_kernel[_programs(members, rows)](
+                values,
+                left,
+                spread(scales, columns),
+                spread(zero_points, columns),
+                spread(outer, 1),
+                shares,
+                codes,
+                errors,
+                rows,
+                _between_members(shares),
+                float(smallest),
+                float(largest),
+                TWO_LEVELS=two_levels,
+                **_options(columns),
+            )
+    return codes, errors
+
+
+@torch.library.custom_op("halfbyte::round_to_numbers_with_feedback", mutates_args=())
+def round_to_numbers_with_feedback(
+    values: torch.Tensor,
+    left: torch.Tensor,
+    numbers: torch.Tensor,
+    bounds: torch.Tensor,
+    shares: torch.Tensor,
+    smallest: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for elements that have a list of numbers each: code ``smallest`` stands for the first one.
+
+    numbers: ``[members, out, n, c]``, ascending, c a power of two; bounds: ``[members, out, n, c - 1]``, a value above
+    bound i is at least number i + 1.
+    """
+    members, rows, columns = _checked("round_to_numbers_with_feedback", values, left, shares)
+    count = numbers.shape[-1]
+    codes, errors = _outputs(values)
+    if values.numel():
+        with on_device(values):
+            numbers_kernel[_programs(members, rows)](
+                values,
+                left,
+                numbers.expand(members, rows, columns, count).contiguous(),
+                bounds.expand(members, rows, columns, count - 1).contiguous(),
+                shares,
+                codes,
+                errors,
+                rows,
+                _between_members(shares),
+                smallest,
+                NUMBERS=count,
+                **_options(columns),
+            )
+    return codes, errors
+
+
+@round_integers_with_feedback.register_fake
+@round_to_numbers_with_feedback.register_fake
+def _outputs(values: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(values, dtype=torch.int8), torch.empty_like(values)
+
+
+def _checked(op: str, values: torch.Tensor, left: torch.Tensor, shares: torch.Tensor) -> tuple[int, int, int]:
+    """Members, rows and columns. Errors: what the kernels do not take."""
+    if not values.is_cuda and not triton.knobs.runtime.interpret:
+        raise HalfbyteError(f"{op} runs on a CUDA device, not on {values.device.type}")
+    members, rows, columns = values.shape
+    fits = values.shape == left.shape and shares.shape in ((1, columns, columns), (members, columns, columns))
+    plain = all(part.dtype == torch.float32 and part.is_contiguous() for part in (values, left, shares))
+    if not (fits and plain):
+        raise HalfbyteError(
+            f"{op} takes contiguous float32 values and weights [members, out, n] and shares [1 or members, n, n], "
+            f"not {described(values)}, {described(left)} and {described(shares)}"
+        )
+    return members, rows, columns
+
+
+def _programs(members: int, rows: int) -> tuple[int, int]:
+    return triton.cdiv(rows, _ROWS), members
+
+
+def _between_members(shares: torch.Tensor) -> int:
+    return 0 if len(shares) == 1 else shares.stride(0)
+
+
+def _options(columns: int) -> dict[str, Any]:
+    return {"ROWS": _ROWS, "COLUMNS": columns, "PADDED": triton.next_power_of_2(columns), "num_warps": 1}
