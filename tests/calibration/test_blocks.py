@@ -130,6 +130,17 @@ def test_no_more_than_the_entered_block_is_in_memory(family: str, tmp_path: Path
     assert live_bytes() - at_rest < 4 * HIDDEN * VOCAB_SIZE // 8
 
 
+@torch.no_grad()
+def test_embeddings_leave_with_the_block_that_needed_them_again(tmp_path: Path) -> None:
+    model = opened(tiny_model("llama", tmp_path, torch.float32))
+    model.enter(tokens(5))
+    model.release()
+    at_rest = live_bytes()
+    with model.block(0) as block:
+        block.run(torch.zeros(1, 7, HIDDEN), tokens(7))
+    assert live_bytes() - at_rest < 4 * HIDDEN * VOCAB_SIZE // 8
+
+
 def test_a_block_is_released_after_an_error_too(tmp_path: Path) -> None:
     model = opened(tiny_model("llama", tmp_path, torch.float32))
     at_rest = live_bytes()

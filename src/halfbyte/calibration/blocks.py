@@ -93,7 +93,7 @@ class BlockModel:
     def enter(self, ids: torch.Tensor) -> torch.Tensor:
         """Hidden states ``[1, T, hidden]`` that go into the first block, for tokens ``[1, T]``.
 
-        Embeddings are loaded for the first call and stay until :meth:`release`.
+        Embeddings are loaded for the first call and stay until :meth:`release` or the end of a :meth:`block`.
         """
         self._live.load(self._before)
         return self._around.enter(ids.to(self._placed.device))
@@ -129,7 +129,8 @@ class BlockModel:
                 self._placed,
             )
         finally:
-            self._live.release(inside)
+            # Arguments that were made anew for a sequence have loaded what is in front of the blocks.
+            self._live.release([*inside, *self._before])
 
     def _arguments(self, index: int, ids: torch.Tensor) -> BlockArguments:
         if not self._around.known(ids):
