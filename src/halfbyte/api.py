@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from halfbyte.audit.inspection import Inspection
     from halfbyte.audit.verification import Verification
+    from halfbyte.calibration.ranks import Ranks
     from halfbyte.calibration.request import CalibrationData
     from halfbyte.evaluation.evaluate import Evaluation
     from halfbyte.quantization.calibrated import Progress
@@ -30,6 +31,7 @@ def quantize(
     ignore: Sequence[str] | str = (),
     algorithm: str | None = None,
     clip: str | None = None,
+    target: str | None = None,
     data: CalibrationData | Path | str | None = None,
     device: torch.device | str = "cpu",
     redo: Sequence[str] | str = (),
@@ -44,12 +46,15 @@ def quantize(
 
     model: a local Hugging Face checkpoint directory in 16- or 32-bit floating point.
     scheme: a preset of :data:`halfbyte.schemes.PRESETS`; ``w4a8`` unless a recipe says otherwise.
-    recipe: rules per layer, as an object, its fields or a YAML file; ``scheme``, ``ignore``, ``algorithm`` and ``clip``
-        change it.
+    recipe: rules per layer, as an object, its fields or a YAML file; ``scheme``, ``ignore``, ``algorithm``, ``clip``
+        and ``target`` change it.
     algorithm, clip: see :class:`halfbyte.method.Method`; ``rtn`` unless a recipe or ``data`` says otherwise.
+    target: whose kernel's numbers weights are rounded to, ``halfbyte`` or ``vllm``; ``halfbyte`` unless a recipe says
+        otherwise.
     data: what to calibrate on, with sample numbers or as a path alone; ``default`` is the package's own texts. It makes
-        the algorithm ``awq+gptq`` where none is given; algorithms that need data take ``default`` without it.
-    device: where blocks are calibrated; ``auto`` is a GPU if there is one.
+        the algorithm ``awq+gptq`` where neither ``algorithm`` nor the recipe names one; methods that need data take
+        ``default`` without it.
+    device: where blocks are calibrated; ``auto`` is a GPU if there is one. Each rank of ``torchrun`` takes its own.
     redo: with data, patterns of modules whose blocks are quantized again; the others stay as OUT (or an unfinished
         run) has them.
     tp: tensor-parallel ranks that will serve the result; sizes that would not divide are refused.
@@ -58,46 +63,57 @@ def quantize(
 
     Errors: :class:`HalfbyteError` for anything wrong with the input, before work starts wherever headers tell.
     """
+    from halfbyte.calibration.ranks import joined
     from halfbyte.calibration.request import CalibrationData
     from halfbyte.devices import device_named
     from halfbyte.method import BEST
     from halfbyte.quantization import job
 
     given = data if isinstance(data, CalibrationData) else CalibrationData(data)
-    if given.path is not None and algorithm is None and recipe is None:
-        algorithm = BEST
-    plan = job.prepare(
-        model,
-        recipe_of(recipe, scheme, ignore, clip, algorithm),
-        tp=tp,
-        allow_pickle=allow_pickle,
-        device=device_named(device),
+    rules = recipe_of(
+        recipe, scheme, ignore, clip, algorithm, target, otherwise=None if given.path is None else BEST
     )
-    if given.path is not None or any(method.needs_data for method in plan.assignment.methods.values()):
-        again = [redo] if isinstance(redo, str) else list(redo)
-        return _quantize_with_data(plan, out, given, device, again, overwrite, on_block)
+    with joined(device_named(device)) as (ranks, place):
+        plan = job.prepare(model, rules, tp=tp, allow_pickle=allow_pickle, device=place)
+        if given.path is not None or any(method.needs_data for method in plan.assignment.methods.values()):
+            again = [redo] if isinstance(redo, str) else list(redo)
+            return _quantize_with_data(plan, out, given, place, again, overwrite, ranks, on_block)
+        _refuse_without_data(given, redo, ranks)
+        if on_start:
+            on_start(job.source_bytes(plan))
+        return job.run(plan, out, overwrite=overwrite, progress=on_progress)
+
+
+def _refuse_without_data(given: CalibrationData, redo: Sequence[str], ranks: Ranks) -> None:
+    """Raises if anything was asked for that only a calibrated run does."""
     if redo:
         raise HalfbyteError("redo needs calibration data: without it everything is quantized anew in no time")
-    if on_start:
-        on_start(job.source_bytes(plan))
-    return job.run(plan, out, overwrite=overwrite, progress=on_progress)
+    if options := given.options():
+        raise HalfbyteError(
+            f"{', '.join(options)} would change nothing, as nothing is calibrated; accepted: with --data, or with an "
+            "algorithm or clip that needs data"
+        )
+    if ranks.size > 1:
+        raise HalfbyteError(
+            f"{ranks.size} ranks have no samples to share, as nothing is calibrated; accepted: one process without "
+            "data, or --data"
+        )
 
 
 def _quantize_with_data(
     plan: QuantizationPlan,
     out: Path | str,
     given: CalibrationData,
-    device: torch.device | str,
+    device: torch.device,
     redo: Sequence[str],
     overwrite: bool,
+    ranks: Ranks,
     on_block: Callable[[Progress], None] | None,
 ) -> QuantizationResult:
     from transformers import AutoTokenizer
 
     from halfbyte.calibration.load import load_samples
-    from halfbyte.calibration.ranks import joined
     from halfbyte.calibration.request import DEFAULT_DATA, DEFAULT_LENGTH
-    from halfbyte.devices import device_named
     from halfbyte.models.config_fields import read_config
     from halfbyte.quantization.calibrated import run_calibrated
 
@@ -108,27 +124,22 @@ def _quantize_with_data(
         raise HalfbyteError(
             f"{plan.checkpoint.path}: its tokenizer cannot be loaded ({error}); calibration needs one"
         ) from error
+    settings = {"length": min(DEFAULT_LENGTH, context or DEFAULT_LENGTH), **given.settings()}
+    activations = settings.pop("activations", "memory")
     samples = load_samples(
-        None if given.path in (None, DEFAULT_DATA) else given.path,
-        tokenizer,
-        samples=given.samples,
-        length=given.length or min(DEFAULT_LENGTH, context or DEFAULT_LENGTH),
-        masked_roles=given.masked_roles,
-        context=context,
-        seed=given.seed,
+        None if given.path in (None, DEFAULT_DATA) else given.path, tokenizer, context=context, **settings
     )
-    with joined(device_named(device)) as (ranks, place):
-        return run_calibrated(
-            plan,
-            out,
-            samples,
-            device=place,
-            activations=given.activations,
-            overwrite=overwrite,
-            redo=redo,
-            ranks=ranks,
-            on_progress=on_block if ranks.is_first else None,
-        )
+    return run_calibrated(
+        plan,
+        out,
+        samples,
+        device=device,
+        activations=activations,
+        overwrite=overwrite,
+        redo=redo,
+        ranks=ranks,
+        on_progress=on_block if ranks.is_first else None,
+    )
 
 
 def recipe_of(
@@ -137,8 +148,14 @@ def recipe_of(
     ignore: Sequence[str] | str,
     clip: str | None,
     algorithm: str | None = None,
+    target: str | None = None,
+    *,
+    otherwise: str | None = None,
 ) -> Recipe:
-    """A recipe with what the caller says on top of it."""
+    """A recipe with what the caller says on top of it.
+
+    otherwise: the algorithm where neither the caller nor the recipe names one.
+    """
     from halfbyte.recipe import Recipe
 
     if isinstance(recipe, Recipe):
@@ -147,16 +164,14 @@ def recipe_of(
         base = Recipe(**recipe)
     else:
         base = Recipe() if recipe is None else Recipe.load(recipe)
+    if algorithm is None and "algorithm" not in base.model_fields_set:
+        algorithm = otherwise
     ignore = [ignore] if isinstance(ignore, str) else ignore
-    changes: dict[str, Any] = base.to_dict()
-    if scheme is not None:
-        changes["scheme"] = scheme
-    if algorithm is not None:
-        changes["algorithm"] = algorithm
-    if clip is not None:
-        changes["clip"] = clip
+    said = {"scheme": scheme, "algorithm": algorithm, "clip": clip, "target": target}
+    changes: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     changes["ignore"] = [*base.ignore, *(pattern for pattern in ignore if pattern not in base.ignore)]
-    return Recipe(**changes)
+    # What the recipe leaves open stays open for whoever reads the new one.
+    return Recipe(**{**base.model_dump(mode="json", exclude_unset=True), **changes})
 
 
 def load(

@@ -3,7 +3,7 @@
 In YAML::
 
     scheme: w4a8                     # a preset, or "none" to quantize only the targets
-    algorithm: awq+gptq              # steps joined by +; default rtn, without data
+    algorithm: awq+gptq              # steps joined by +; default awq+gptq with data, rtn without
     clip: mse                        # ranges of least error; default output with data, none without
     target: vllm                     # the numbers of vLLM's W4A8 kernel; default halfbyte's, exact scales
     ignore:

@@ -47,6 +47,19 @@ def test_data_calibrates_and_reports(model: Path, tmp_path: Path) -> None:
     assert "exists" in again.complaint
 
 
+def test_a_recipe_without_an_algorithm_is_calibrated_by_the_best(model: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("scheme: w4a8\n")
+    ran = halfbyte(
+        *("quantize", model, "-o", tmp_path / "out", "--recipe", recipe, "--target", "vllm"),
+        *("--data", "default", "--samples", 2, "--length", "64"),
+    )
+    assert ran.code == 0, ran.err
+    report = json.loads((tmp_path / "out/quantization_report.json").read_text())
+    assert report["recipe"]["algorithm"] == "awq+gptq"
+    assert report["recipe"]["target"] == "vllm"
+
+
 def test_an_algorithm_that_needs_data_takes_the_built_in_texts(model: Path, tmp_path: Path) -> None:
     ran = halfbyte(
         "quantize", model, "-o", tmp_path / "out", "--algorithm", "gptq", "--samples", 2, "--length", "64"
@@ -72,6 +85,11 @@ def test_an_algorithm_that_needs_data_takes_the_built_in_texts(model: Path, tmp_
         (["--data", "default", "--device", "tpu"], "device 'tpu' is not known"),
         (["--data", "default", "--redo", "layers.9.*"], "--redo 'layers.9.*' means no quantized module"),
         (["--redo", "layers.0.*"], "redo needs calibration data"),
+        (
+            ["--samples", "8", "--mask-role", "tool"],
+            "--samples, --mask-role would change nothing, as nothing is calibrated; accepted: with --data",
+        ),
+        (["--target", "sglang"], "'target' is 'sglang'; accepted: 'halfbyte' or 'vllm'"),
     ],
 )
 def test_bad_input_is_one_line(model: Path, tmp_path: Path, options: list[str], said: str) -> None:

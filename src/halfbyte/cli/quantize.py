@@ -30,12 +30,20 @@ def quantize(
     algorithm: Annotated[
         str | None,
         typer.Option(
-            help="Steps joined by +: rotation, smoothquant or awq, rtn or gptq. rtn without --data, awq+gptq with it."
+            help="Steps joined by +: rotation, smoothquant or awq, rtn or gptq. "
+            "Default: a recipe's, or awq+gptq with --data, rtn without."
         ),
     ] = None,
     clip: Annotated[
         str | None,
         typer.Option(help="Ranges of least error: none, mse (of weights) or output (of layers, with data)."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose W4A8 kernel's numbers to round to: halfbyte (exact scales) or vllm. "
+            "Default: a recipe's, or halfbyte."
+        ),
     ] = None,
     data: Annotated[
         str | None,
@@ -43,7 +51,7 @@ def quantize(
             help="Calibrate on this JSONL, parquet or text file or directory; 'default': built-in texts."
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Sequences to calibrate on.")] = 128,
+    samples: Annotated[int | None, typer.Option(help="Sequences to calibrate on; 128 by default.")] = None,
     length: Annotated[
         str | None,
         typer.Option(help="Tokens of a sequence, or several numbers with commas; 2048 by default."),
@@ -51,13 +59,14 @@ def quantize(
     mask_role: Annotated[
         list[str] | None,
         typer.Option(
-            help="Messages of this role enter no statistic. Repeatable; system, developer and tool."
+            help="Messages of this role enter no statistic. Repeatable; system, developer and tool by default."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Decides which data is drawn.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Decides which data is drawn; 0 by default.")] = None,
     activations: Annotated[
-        str, typer.Option(help="Where hidden states wait between blocks: memory or disk.")
-    ] = "memory",
+        str | None,
+        typer.Option(help="Where hidden states wait between blocks: memory (the default) or disk."),
+    ] = None,
     device: Annotated[
         str, typer.Option(help="Where blocks are calibrated: auto, cpu, cuda or cuda:N.")
     ] = "auto",
@@ -86,7 +95,6 @@ def quantize(
     Example: halfbyte quantize ./Llama-3.1-8B -o ./Llama-3.1-8B-w4a8 --scheme w4a8 --data default
     """
     from halfbyte import api
-    from halfbyte.calibration.masks import MASKED_ROLES
     from halfbyte.calibration.ranks import is_first_process
     from halfbyte.calibration.request import CalibrationData
 
@@ -114,7 +122,7 @@ def quantize(
             data,
             samples=samples,
             length=_lengths(length),
-            masked_roles=mask_role or MASKED_ROLES,
+            masked_roles=mask_role or None,
             activations=activations,
             seed=seed,
         )
@@ -126,6 +134,7 @@ def quantize(
             ignore=ignore or (),
             algorithm=algorithm,
             clip=clip,
+            target=target,
             data=calibration,
             device=device,
             redo=redo or (),
