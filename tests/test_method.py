@@ -55,3 +55,18 @@ def test_parts() -> None:
     method = Method.parse("awq+gptq")
     assert (method.scaling, method.rounding, str(method)) == ("awq", "gptq", "awq+gptq clip output")
     assert (Method().scaling, Method().rounding, str(Method())) == (None, "rtn", "rtn")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "clip", "steps", "left"),
+    [
+        ("awq+gptq", None, ("rtn",), "none"),
+        ("rotation+gptq", "mse", ("rotation", "rtn"), "mse"),
+        ("rtn", "output", ("rtn",), "none"),
+        ("rtn", "mse", ("rtn",), "mse"),
+    ],
+)
+def test_what_is_left_without_data(
+    algorithm: str, clip: str | None, steps: tuple[str, ...], left: str
+) -> None:
+    assert Method.parse(algorithm, clip).without_data == Method(steps, left)

@@ -59,6 +59,14 @@ class Method:
         return self.clip == "output" or bool({"smoothquant", "awq", "gptq"} & set(self.steps))
 
     @property
+    def without_data(self) -> Method:
+        """What is left of it for a weight whose layer's inputs were not seen."""
+        if not self.needs_data:
+            return self
+        steps = tuple(step for step in self.steps if step == ROTATION)
+        return Method((*steps, RTN), "none" if self.clip == "output" else self.clip)
+
+    @property
     def scaling(self) -> str | None:
         """``awq``, ``smoothquant`` or none."""
         return next((step for step in self.steps if step in _SCALINGS), None)

@@ -356,6 +356,27 @@ def test_targets_have_methods_of_their_own(tmp_path: Path) -> None:
     assert logits(tmp_path / "out", torch.arange(9)[None]).shape == (1, 9, VOCAB_SIZE)
 
 
+@pytest.mark.parametrize(("clip", "left"), [("mse", "mse"), (None, "none")])
+def test_what_lies_outside_the_blocks_is_rounded_to_nearest_and_said(
+    clip: Any, left: Any, tmp_path: Path
+) -> None:
+    source = tiny_model("llama", tmp_path)
+    recipe = Recipe(algorithm="gptq", clip=clip, targets={"lm_head": "w4a16"})
+    result = quantize(source, tmp_path / "out", recipe)
+    written = Checkpoint.open(tmp_path / "out")
+    stored = {name: written.load(name) for name in written.tensors if name.startswith("lm_head.")}
+    plain = Recipe(scheme="none", clip=left, targets={"lm_head": "w4a16"})
+    halfbyte.quantize(source, tmp_path / "plain", recipe=plain)
+    nearest = Checkpoint.open(tmp_path / "plain")
+    for name, tensor in stored.items():
+        assert torch.equal(tensor, nearest.load(name))
+    (note,) = [note for note in result.notes if note.startswith("lm_head:")]
+    assert note.startswith(
+        f"lm_head: rounded to nearest with clip {left} instead of gptq clip {clip or 'output'}: it lies outside the"
+    )
+    assert note in report_of(tmp_path / "out")["notes"]
+
+
 def blocks_of(out: Path) -> dict[str, dict[str, bytes]]:
     """Block -> tensor -> bytes, of blocks by their number and the rest."""
     checkpoint = Checkpoint.open(out)

@@ -42,7 +42,7 @@ from halfbyte.quantization.job import QuantizationResult, output_config, plan_no
 from halfbyte.quantization.kernel_targets import kernel_targets
 from halfbyte.quantization.plan import Copy, QuantizationPlan, Step
 from halfbyte.quantization.report import REPORT_FILE, BlockReport, read_reports, run_report
-from halfbyte.quantization.without_data import write_without_data
+from halfbyte.quantization.without_data import unseen_notes, write_without_data
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def run_calibrated(
         known = read_reports(Path(out)) if redo else {}
         run = _Run(plan, blocks, model, sequences, store, output, known, on_progress)
         reports = list(run.all_blocks())
-        notes = [*plan_notes(plan), *data.report.notes, *run.notes]
+        notes = [*plan_notes(plan), *data.report.notes, *unseen_notes(plan, blocks.outside), *run.notes]
         document = run_report(plan.recipe.to_dict(), data.report.to_dict(), reports, notes)
         if ranks.is_first:
             writer.finish(output_config(plan), checkpoint.path, {REPORT_FILE: document})

@@ -45,6 +45,21 @@ def write_without_data(
         yield step
 
 
+def unseen_notes(plan: QuantizationPlan, steps: Sequence[Step]) -> list[str]:
+    """One line for each module of ``steps``, outside the blocks of a calibrated run, that was to be calibrated."""
+    methods = {
+        step.module.name: plan.assignment.methods[step.module.name]
+        for step in steps
+        if isinstance(step, Quantize)
+    }
+    return [
+        f"{name}: rounded to nearest with clip {method.without_data.clip} instead of {method}: it lies outside the "
+        "decoder blocks, and only what is inside is calibrated"
+        for name, method in methods.items()
+        if method.needs_data
+    ]
+
+
 def _with_weights(
     checkpoint: Checkpoint, steps: Sequence[Step], missing: set[str]
 ) -> Iterator[tuple[Step, torch.Tensor | None]]:
@@ -86,9 +101,7 @@ def _quantized(
     """The stored tensors of one module."""
     dtype = plan.checkpoint.model_dtype
     number_format = step.scheme.weights.with_scale(dtype)
-    method = plan.assignment.methods[step.module.name]
-    # What lies outside the blocks of a calibrated run has no statistics, whatever its method wants.
-    clip = "none" if method.needs_data else method.clip
+    clip = plan.assignment.methods[step.module.name].without_data.clip
     shared = number_format.outer == "tensor" and step.module.fused_group is not None
     elsewhere = partners_absmax(step.module) if shared else 0.0
     try:
