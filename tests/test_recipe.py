@@ -160,6 +160,17 @@ def test_options_change_the_numbers() -> None:
     assert (grouped.scheme.weights.granularity, grouped.scheme.weights.group_size) == ("group", 128)
 
 
+def test_the_target_is_that_of_w4a8_layers() -> None:
+    recipe = Recipe(target="vllm", targets={"a": "w4a16", "b": {"group_size": 64}, "c": "w4a8-int8"})
+    assert recipe.default is not None
+    assert recipe.default.scheme.target == "vllm"
+    assert {name: choice.scheme.target for name, choice in recipe.choices.items()} == {
+        "a": "halfbyte",
+        "b": "vllm",
+        "c": "halfbyte",
+    }
+
+
 def test_two_levels_without_groups_leave_one() -> None:
     choice = Recipe(scheme="w4a8-int8", group_size=-1).default
     assert choice is not None

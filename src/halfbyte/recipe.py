@@ -31,13 +31,12 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.matching import Patterns
 from halfbyte.method import ROTATION, RTN, Method
 from halfbyte.models.layout import ModelLayout
-from halfbyte.schemes import Scheme, resolve
+from halfbyte.schemes import Scheme, TargetName, resolve
 
 NO_SCHEME = "none"
 PER_ROW = -1
 DEFAULT_SCHEME = "w4a8"
 Clip = Literal["none", "mse", "output"]
-TargetName = Literal["halfbyte", "vllm"]
 
 
 class Options(BaseModel):
@@ -133,9 +132,8 @@ class Recipe(BaseModel):
             if self.group_size is not None or self.symmetric is not None:
                 raise HalfbyteError("recipe: group_size and symmetric need a scheme, and scheme is 'none'")
             return None
-        return Choice(
-            changed(resolve(self.scheme), self.group_size, self.symmetric), self._method(None, None)
-        )
+        scheme = changed(resolve(self.scheme), self.group_size, self.symmetric)
+        return Choice(scheme.aimed_at(self.target), self._method(None, None))
 
     @cached_property
     def choices(self) -> Mapping[str, Choice]:
@@ -160,7 +158,7 @@ class Recipe(BaseModel):
             else:
                 raise HalfbyteError("no scheme, and the recipe's is 'none'; accepted: a scheme")
             scheme = changed(base, options.group_size, options.symmetric)
-            return Choice(scheme, self._method(options.algorithm, options.clip))
+            return Choice(scheme.aimed_at(self.target), self._method(options.algorithm, options.clip))
         except HalfbyteError as error:
             raise HalfbyteError(f"recipe: target {pattern!r}: {error}") from error
 

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
 
+TargetName = Literal["halfbyte", "vllm"]
+
 
 @dataclass(frozen=True)
 class Scheme:
-    """Number formats of a linear layer's weight and, if they are quantized too, of its inputs."""
+    """Number formats of a linear layer's weight and, if they are quantized too, of its inputs.
+
+    target: whose kernel multiplies. halfbyte's take scales as they are stored; vLLM's for W4A8 rounds them, and codes
+    times scales, to E4M3 (:mod:`halfbyte.formats.vllm_scales`).
+    """
 
     name: str
     weights: TensorFormat
     activations: ActivationFormat | None = None
+    target: TargetName = "halfbyte"
 
     @property
     def label(self) -> str:
         """The field's shorthand WxAy."""
         return f"W{self.weights.bits}A{self.activations.bits if self.activations else 16}"
+
+    def aimed_at(self, target: TargetName) -> Scheme:
+        """The same for another target's kernel, if it is one of INT4 weights and E4M3 inputs; else as it is."""
+        is_w4a8 = self.weights.element == "int4" and self.activations and self.activations.element == "e4m3"
+        return replace(self, target=target) if is_w4a8 else self
 
 
 _FP8_TOKEN = ActivationFormat("e4m3", "token")

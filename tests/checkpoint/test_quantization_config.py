@@ -122,6 +122,19 @@ def test_a_recipe_with_two_level_weights_is_halfbytes_own() -> None:
     assert {name: stored.scheme_for(name) for name in schemes} == schemes
 
 
+def test_the_target_is_in_the_file_and_of_w4a8_alone() -> None:
+    names = llama()
+    wide = PRESETS["w8a16"].aimed_at("vllm")
+    schemes = {**dict.fromkeys(names, W4A8.aimed_at("vllm")), names[0]: wide}
+    config = written(schemes)
+    assert config["halfbyte_target"] == "vllm"
+    oracle.validate(config)
+    stored = parse_config(config)
+    assert [stored.scheme_for(name) for name in names] == list(schemes.values())
+    assert (wide.target, schemes[names[1]].target) == ("halfbyte", "vllm")
+    assert "halfbyte_target" not in written(dict.fromkeys(names, W4A8))
+
+
 def test_nothing_to_describe() -> None:
     with pytest.raises(HalfbyteError, match="no module is quantized"):
         written(dict.fromkeys(llama()))
@@ -288,6 +301,10 @@ BAD = {
     "sparse": (
         {"config_groups": {}, "sparsity_config": {"format": "sparse-24-bitmask"}},
         "'sparse-24-bitmask'",
+    ),
+    "target": (
+        {"config_groups": {}, "halfbyte_target": "sglang"},
+        "halfbyte_target 'sglang'; accepted: halfbyte, vllm",
     ),
     "method": ({"quant_method": "awq"}, "quant_method 'awq'"),
 }

@@ -31,11 +31,22 @@ def test_the_table_merges_layers_unless_all_are_wanted(model: Path) -> None:
     assert len([line for line in every if "self_attn.q_proj" in line]) == 2
 
 
+def test_a_checkpoint_for_another_kernel(tmp_path: Path) -> None:
+    source = tiny_model("llama", tmp_path)
+    job.run(job.prepare(source, Recipe(target="vllm")), tmp_path / "out")
+    assert halfbyte("inspect", tmp_path / "out", "--json").json["target"] == "vllm"
+    (line,) = [
+        line for line in halfbyte("inspect", tmp_path / "out").out.splitlines() if "rounded for" in line
+    ]
+    assert line.split() == ["rounded", "for", "vllm's", "kernel"]
+
+
 def test_json(model: Path) -> None:
     found = halfbyte("inspect", model, "--json").json
     assert found["format"] == "compressed-tensors (pack-quantized)"
     assert found["bytes"] == sum(found["files"].values())
     assert found["scales_read"] is True
+    assert found["target"] is None
     assert found["anomalies"] == []
     (row,) = [row for row in found["weights"] if row["name"].endswith("q_proj")]
     assert row["count"] == 2

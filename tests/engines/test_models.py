@@ -10,6 +10,9 @@ import torch
 
 from halfbyte.api import quantize
 from halfbyte.engines.transformers.loading import load
+from halfbyte.formats.activations import quantize_activations
+from halfbyte.formats.vllm_scales import vllm_dequantize
+from halfbyte.kernels.quantized_inputs import FP8_TOKEN
 from halfbyte.kernels.reference import reference_linear
 from halfbyte.layers.experts import QuantExperts
 from halfbyte.layers.linear import QuantLinear
@@ -70,6 +73,22 @@ def test_every_layer_computes_its_scheme(
     if scheme == "w4a8":
         assert set(seen) == {"dequantize" if dtype == torch.float32 else "cpu-int4"}
     assert len(seen) >= 8
+
+
+def test_what_was_rounded_for_vllm_is_computed_in_its_numbers(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    quantize(checkpoints.plain("llama"), tmp_path / "out", target="vllm")
+    model, _ = load(tmp_path / "out", dtype=torch.float32)
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    assert {layer.kernel for layer in layers} == {"dequantize-fp8-scales"}
+    x = torch.randn(3, layers[0].in_features, generator=torch.Generator().manual_seed(0))
+    codes, scales = quantize_activations(x, FP8_TOKEN)
+    want = (codes.float() * scales) @ vllm_dequantize(layers[0].unpack()).T
+    torch.testing.assert_close(layers[0](x).detach(), want, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    assert config["quantization_config"]["halfbyte_target"] == "vllm"
 
 
 def test_some_layers_left_alone(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -56,6 +56,14 @@ def test_gpu_problems_are_explained_without_a_gpu(name: str) -> None:
     assert "no CUDA GPU is there" in reasons.values()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_rounded_for_vllm_runs_in_its_numbers(dtype: torch.dtype) -> None:
+    meant = replace(problem(dtype=dtype), scheme=settled("w4a8").aimed_at("vllm"))
+    assert select(meant).name == "dequantize-fp8-scales"
+    assert next(iter(explain(meant))) == "hopper-w4a8-fp8-scales"
+    assert select(meant, force="dequantize").name == "dequantize"
+
+
 def test_forcing_by_name() -> None:
     assert select(problem(), force="reference").name == "reference"
     with forced_kernel("dequantize"):

@@ -44,6 +44,7 @@ class Declared:
     """The whole declaration.
 
     method: ``quant_method`` (``none`` without a quantization config). why: where it was found.
+    target: whose kernel the weights were rounded for, where it says so.
     rules: target patterns and what they get; a pattern of :data:`LINEAR_CLASSES` means every linear layer.
     ignored: says whether a module is left alone. kv: the KV cache's numbers in words, or none.
     problems: what could not be understood, one line each.
@@ -55,6 +56,7 @@ class Declared:
     rules: list[tuple[Sequence[str], Rule]] = field(default_factory=list)
     ignored: Callable[[str], bool] = lambda name: False
     kv: str | None = None
+    target: str | None = None
     problems: list[str] = field(default_factory=list)
 
     def rule_for(self, name: str) -> Match | None:

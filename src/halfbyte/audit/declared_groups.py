@@ -81,6 +81,7 @@ def read_config_groups(found: Mapping[str, Any], result: Declared) -> None:
     result.format = found.get("format")
     result.ignored = ignore_by_pattern(found.get("ignore") or [])
     result.kv = kv_in_words(found.get("kv_cache_scheme"))
+    result.target = found.get("halfbyte_target")
     for name, group in found.get("config_groups", {}).items():
         if not isinstance(group, Mapping) or not group.get("weights"):
             result.problems.append(f"config group {name!r} says nothing about weights")

@@ -107,6 +107,7 @@ class _Inspector:
             format=self._format(),
             why=self._why(),
             kv_cache=said.kv,
+            target=said.target,
             tied=layout.tied,
             scales_read=self._read_scale is not None,
             notes=[*checkpoint.notes, *said.problems],

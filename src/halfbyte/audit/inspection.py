@@ -89,6 +89,7 @@ class Anomaly(NamedTuple):
 class Inspection:
     """A checkpoint described. ``scales_read`` says whether values of scales were looked at.
 
+    target: whose kernel the weights were rounded for, if config.json says so.
     bytes_by_kind: see :data:`KINDS`. dtypes: safetensors dtype -> (tensors, bytes). files: name -> bytes.
     """
 
@@ -98,6 +99,7 @@ class Inspection:
     format: str
     why: str
     kv_cache: str | None
+    target: str | None
     tied: bool
     scales_read: bool
     rows: list[WeightRow] = field(default_factory=list)
@@ -151,6 +153,7 @@ class Inspection:
             "format": self.format,
             "why": self.why,
             "kv_cache": self.kv_cache,
+            "target": self.target,
             "tied": self.tied,
             "parameters": self.parameters,
             "bytes": self.nbytes,

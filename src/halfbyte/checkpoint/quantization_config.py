@@ -7,7 +7,8 @@ The same words serve both quant_methods. ``compressed-tensors`` holds what that 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 from halfbyte.checkpoint.config_groups import (
     TWO_LEVEL_FORMAT,
@@ -20,11 +21,14 @@ from halfbyte.checkpoint.name_patterns import covering_patterns
 from halfbyte.checkpoint.stored_quantization import StoredGroup, StoredQuantization
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.layout import ModelLayout, Role
-from halfbyte.schemes import Scheme
+from halfbyte.schemes import Scheme, TargetName
 
 COMPRESSED_TENSORS = "compressed-tensors"
 QUANT_METHOD = "halfbyte"
+TARGET_KEY = "halfbyte_target"
+"""Whose kernel weights were rounded for. compressed-tensors reads over what it does not know at this level."""
 CONFIG_KEYS = ("quantization_config", "compression_config")
+_DEFAULT_TARGET = "halfbyte"
 _MIXED = "mixed-precision"
 _NOT_LINEAR = (Role.EMBEDDING, Role.NORM)
 _UNCOMPRESSED = ("dense", "fakequant")
@@ -61,7 +65,7 @@ def quantization_config(schemes: Mapping[str, Scheme | None], layout: ModelLayou
             "input_activations": activation_args(scheme.activations),
             "output_activations": None,
         }
-    return {
+    config = {
         "quant_method": QUANT_METHOD if TWO_LEVEL_FORMAT in forms.values() else COMPRESSED_TENSORS,
         "format": next(iter(forms.values())) if len(set(forms.values())) == 1 else _MIXED,
         "quantization_status": "compressed",
@@ -70,6 +74,8 @@ def quantization_config(schemes: Mapping[str, Scheme | None], layout: ModelLayou
         "config_groups": config_groups,
         "kv_cache_scheme": None,
     }
+    target = next((scheme.target for scheme in groups if scheme.target != _DEFAULT_TARGET), None)
+    return config if target is None else {**config, TARGET_KEY: target}
 
 
 def find_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -86,7 +92,7 @@ def find_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def parse_config(quantization: Mapping[str, Any]) -> StoredQuantization:
     """What a ``quantization_config`` of compressed-tensors or halfbyte says.
 
-    Errors: sparse weights, values that no supported format has, entries of the wrong type.
+    Errors: sparse weights, values that no supported format has, entries of the wrong type, an unknown target.
     """
     method = str(quantization.get("quant_method", COMPRESSED_TENSORS))
     if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
@@ -94,6 +100,11 @@ def parse_config(quantization: Mapping[str, Any]) -> StoredQuantization:
             f"quant_method {method!r} is not read as config groups; accepted: {COMPRESSED_TENSORS}, {QUANT_METHOD}"
         )
     _refuse_sparse(quantization)
+    target = quantization.get(TARGET_KEY, _DEFAULT_TARGET)
+    if target not in get_args(TargetName):
+        raise HalfbyteError(
+            f"quantization_config: {TARGET_KEY} {target!r}; accepted: {', '.join(get_args(TargetName))}"
+        )
     summary = str(quantization.get("format", _MIXED))
     config_groups = quantization.get("config_groups")
     if not isinstance(config_groups, Mapping):
@@ -102,6 +113,7 @@ def parse_config(quantization: Mapping[str, Any]) -> StoredQuantization:
     notes: list[str] = []
     for name, group in config_groups.items():
         _read_group(f"quantization_config, {name}", group, summary, groups, notes)
+    groups = [replace(group, scheme=group.scheme.aimed_at(target)) for group in groups]
     kv_cache = quantization.get("kv_cache_scheme")
     return StoredQuantization(
         method,

@@ -108,6 +108,8 @@ def _totals_table(found: Inspection) -> Table:
         share = found.quantized_parameters / found.parameters
         bits += f", {found.bits_per_quantized_weight:.3f} in the quantized {share:.1%}"
     line("bits per weight", bits)
+    if found.target is not None:
+        line("rounded for", f"{found.target}'s kernel")
     line("KV cache", found.kv_cache or "not quantized")
     if not found.scales_read:
         line("scales", "values not read (--scales reads them)")

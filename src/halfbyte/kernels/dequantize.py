@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from halfbyte.formats.quantized_tensor import QuantizedTensor
@@ -34,6 +36,11 @@ class Dequantize:
         columns = values.T
         # The weight on the left: each strip then fills whole rows of the result.
         sums = values.new_empty(problem.out_features, x.shape[0])
-        for rows, strip in float_strips(prepared.tensors, problem.scheme.weights, problem.in_features):
+        for rows, strip in self._strips(prepared):
             torch.mm(strip, columns, out=sums[rows])
         return finish(sums.T.contiguous(), scales, bias, x.dtype)
+
+    def _strips(self, prepared: Prepared) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The weight to multiply by: rows, and fp32 ``[rows, in]``."""
+        problem = prepared.problem
+        return float_strips(prepared.tensors, problem.scheme.weights, problem.in_features)

@@ -19,7 +19,8 @@ from halfbyte.kernels.quantized_inputs import QuantizedInputs
 class HopperW4A8Fp8Scales(QuantizesTokens):
     """Group scales in FP8, code times scale rounded to FP8, sums in the tensor cores over all of K.
 
-    Listed behind the kernel with exact scales, which takes whatever this one takes: it runs only by name.
+    Listed behind the kernel with exact scales, which takes whatever this one takes: it runs what was rounded for vLLM's
+    kernel, and the rest by name.
     """
 
     name = "hopper-w4a8-fp8-scales"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -11,6 +11,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.cpu_int4 import CpuInt4
 from halfbyte.kernels.cpu_int8 import CpuInt8
 from halfbyte.kernels.dequantize import Dequantize
+from halfbyte.kernels.dequantize_fp8_scales import DequantizeFp8Scales
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A8Fp32Sums, HopperW4A16
 from halfbyte.kernels.problem import Kernel, LinearProblem
@@ -20,7 +21,7 @@ from halfbyte.kernels.triton_linear import TritonFp8, TritonInt8, TritonW4A8, Tr
 
 logger = logging.getLogger(__name__)
 
-# Best first. The reference runs everything and is only ever chosen by name: the kernel before it does too.
+# Best first. The reference runs everything and is only ever chosen by name: Dequantize does too.
 KERNELS: tuple[Kernel, ...] = (
     CpuInt4(),
     CpuInt8(),
@@ -35,8 +36,10 @@ KERNELS: tuple[Kernel, ...] = (
     TritonFp8(),
     TritonInt8(),
     Dequantize(),
+    DequantizeFp8Scales(),
     Reference(),
 )
+_IN_NUMBERS_OF = {"vllm": (HopperW4A8Fp8Scales.name, DequantizeFp8Scales.name)}
 
 _forced: ContextVar[str | None] = ContextVar("forced kernel", default=None)
 
@@ -65,13 +68,14 @@ def kernel_named(name: str) -> Kernel:
 
 
 def select(problem: LinearProblem, force: str | None = None, module: str = "a linear layer") -> Kernel:
-    """The first kernel that can run ``problem``; with ``force`` (or :func:`forced_kernel`) the one so called.
+    """The best kernel that can run ``problem``; with ``force`` (or :func:`forced_kernel`) the one so called.
 
+    Kernels that compute in the numbers of the scheme's target come before all others.
     module: the layer's name, for the log and for messages.
     Errors: a forced kernel that is unknown or cannot run it; a problem that no kernel can run.
     """
     force = force or _forced.get()
-    candidates = KERNELS if force is None else (kernel_named(force),)
+    candidates = _best_first(problem) if force is None else (kernel_named(force),)
     reasons: list[str] = []
     for kernel in candidates:
         able, reason = kernel.can_implement(problem)
@@ -84,6 +88,11 @@ def select(problem: LinearProblem, force: str | None = None, module: str = "a li
     raise HalfbyteError(f"{module}: no kernel can run it; {'; '.join(reasons)}")
 
 
+def _best_first(problem: LinearProblem) -> Sequence[Kernel]:
+    meant = _IN_NUMBERS_OF.get(problem.scheme.target, ())
+    return sorted(KERNELS, key=lambda kernel: kernel.name not in meant)
+
+
 def explain(problem: LinearProblem) -> dict[str, str]:
     """By kernel name, best first: why it cannot run ``problem``, or an empty string if it can."""
-    return {kernel.name: kernel.can_implement(problem)[1] for kernel in KERNELS}
+    return {kernel.name: kernel.can_implement(problem)[1] for kernel in _best_first(problem)}

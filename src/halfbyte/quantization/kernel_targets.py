@@ -6,27 +6,21 @@ from halfbyte.algorithms.targets import ExactScales, Target, VllmScales
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.vllm_scales import VLLM_W4A8
 from halfbyte.quantization.plan import QuantizationPlan, Quantize
-from halfbyte.schemes import Scheme
 
 
 def kernel_targets(plan: QuantizationPlan) -> dict[str, Target]:
-    """For each module that ``plan`` quantizes: with the recipe's target ``vllm``, vLLM's for W4A8 in FP8.
+    """For each module that ``plan`` quantizes: that of its scheme.
 
     Errors: a W4A8 weight that vLLM's kernel cannot take.
     """
     targets: dict[str, Target] = {}
     for step in plan.steps:
         if isinstance(step, Quantize):
-            vllm = plan.recipe.target == "vllm" and _is_w4a8(step.scheme)
+            vllm = step.scheme.target == "vllm"
             if vllm:
                 _require_vllm_format(step, plan.checkpoint.model_dtype)
             targets[step.module.name] = VllmScales() if vllm else ExactScales()
     return targets
-
-
-def _is_w4a8(scheme: Scheme) -> bool:
-    activations = scheme.activations
-    return scheme.weights.element == "int4" and activations is not None and activations.element == "e4m3"
 
 
 def _require_vllm_format(step: Quantize, dtype: str) -> None:

@@ -56,9 +56,18 @@ def test_weights_are_packed_on_the_gpu_and_nowhere_else(
 # model of random weights makes much of it: on the CPU, logits of float32 and bfloat16 are 10 % apart with W4A8 and 1 %
 # with W4A16. Layers that give zeros, or the next feature's results, put them more than 100 % off.
 @pytest.mark.gpu
-@pytest.mark.parametrize(("scheme", "tolerance"), [("w4a16", 0.03), ("w4a8", 0.25)])
-def test_logits_of_a_gpu_are_those_of_the_cpu(scheme: str, tolerance: float, tmp_path: Path) -> None:
-    quantize(tiny_model("llama", tmp_path), tmp_path / scheme, scheme)
+@pytest.mark.parametrize(
+    ("scheme", "target", "kernel", "tolerance"),
+    [
+        ("w4a16", "halfbyte", "hopper-w4a16", 0.03),
+        ("w4a8", "halfbyte", "hopper-w4a8", 0.25),
+        ("w4a8", "vllm", "hopper-w4a8-fp8-scales", 0.25),
+    ],
+)
+def test_logits_of_a_gpu_are_those_of_the_cpu(
+    scheme: str, target: str, kernel: str, tolerance: float, tmp_path: Path
+) -> None:
+    quantize(tiny_model("llama", tmp_path), tmp_path / scheme, scheme, target=target)
     tokens = torch.arange(3, 67)[None]
     logits = {}
     for device in ("cpu", "cuda"):
@@ -67,7 +76,7 @@ def test_logits_of_a_gpu_are_those_of_the_cpu(scheme: str, tolerance: float, tmp
             logits[device] = model(tokens.to(device)).logits.double().cpu()
     kernels = {module.kernel for module in model.modules() if isinstance(module, QuantLinear)}
     if torch.cuda.get_device_capability() == (9, 0):
-        assert kernels == {f"hopper-{scheme}"}
+        assert kernels == {kernel}
     wrong = torch.linalg.vector_norm(logits["cuda"] - logits["cpu"])
     assert wrong <= tolerance * torch.linalg.vector_norm(logits["cpu"])
 
