@@ -25,13 +25,13 @@ def test_shards_are_filled_in_order() -> None:
     assert [shard.file for shard in shards] == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 
 
-def test_some_entries_begin_a_shard_in_any_case() -> None:
-    shards = plan_shards(entries(1, 1, 1, 9, 9, 1), 10, {"t0", "t2", "t3"})
+def test_from_the_first_start_on_shards_end_where_the_next_one_starts() -> None:
+    shards = plan_shards(entries(9, 9, 1, 1, 1, 9, 9, 1), 10, {"t3", "t5"})
     assert [[entry.name for entry in shard.entries] for shard in shards] == [
-        ["t0", "t1"],
-        ["t2"],
-        ["t3"],
-        ["t4", "t5"],
+        ["t0"],
+        ["t1", "t2"],
+        ["t3", "t4"],
+        ["t5", "t6", "t7"],
     ]
 
 

@@ -46,7 +46,8 @@ def plan_shards(
 ) -> list[Shard]:
     """Shards of at most ``shard_bytes`` of data, filled in the order of ``entries`` (a tensor may be larger).
 
-    starts: names of entries that begin a new shard in any case, so that what lies between two is final together.
+    starts: names of entries that each begin a shard which ends before the next of them, whatever its size: what lies
+    between two is final together.
     Errors: no entries, a name twice, an unknown dtype.
     """
     names = [entry.name for entry in entries]
@@ -78,10 +79,14 @@ def plan_digest(shards: Sequence[Shard], fingerprint: str) -> str:
 def _fill(entries: Iterable[Entry], shard_bytes: int, starts: Collection[str]) -> Iterable[list[Entry]]:
     group: list[Entry] = []
     size = 0
+    started = False
     for entry in entries:
-        if group and (size + entry.nbytes > shard_bytes or entry.name in starts):
+        starts_here = entry.name in starts
+        is_full = not started and size + entry.nbytes > shard_bytes
+        if group and (starts_here or is_full):
             yield group
             group, size = [], 0
+        started = started or starts_here
         group.append(entry)
         size += entry.nbytes
     if group:
