@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from halfbyte.engines.transformers.autoregister import install as _install
 from halfbyte.errors import HalfbyteError
+from halfbyte.version import VERSION
 
 if TYPE_CHECKING:
     from halfbyte.api import evaluate, inspect, load, quantize, verify
     from halfbyte.recipe import Recipe
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["HalfbyteError", "Recipe", "evaluate", "inspect", "load", "quantize", "verify"]
 
 _install()

@@ -38,6 +38,12 @@ def device_named(name: torch.device | str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def hardware(device: torch.device | str) -> str:
+    """Name of what computes: a GPU's (``NVIDIA H100 80GB HBM3``), or ``cpu``. Another one adds up in another order."""
+    place = torch.device(device)
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
+
+
 @contextmanager
 def tf32_products() -> Iterator[None]:
     """Within it GPUs multiply fp32 matrices with inputs rounded to TF32 (11 bits), an eighth of the time.

@@ -6,9 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from halfbyte.calibration.blocks import BlockModel
 from halfbyte.calibration.samples import Sample
 from halfbyte.checkpoint.shard_plan import Entry
+from halfbyte.devices import hardware
 from halfbyte.errors import HalfbyteError
 from halfbyte.matching import REGEX_PREFIX, matches
 from halfbyte.quantization.plan import Copy, QuantizationPlan, Quantize, Step
@@ -54,9 +57,15 @@ def quantize_steps(steps: Sequence[Step]) -> list[Quantize]:
     return [step for step in steps if isinstance(step, Quantize)]
 
 
-def fingerprint(plan: QuantizationPlan, samples: Sequence[Sample], device: str, dtype: str) -> str:
-    """Identity of a calibrated run: what gives the same bytes. Another kind of device rounds in other places."""
-    digest = hashlib.sha256(f"{plan.fingerprint} {device} {dtype}".encode())
+def fingerprint(
+    plan: QuantizationPlan, samples: Sequence[Sample], device: torch.device | str, dtype: torch.dtype
+) -> str:
+    """Identity of a calibrated run: what gives the same bytes.
+
+    device: where blocks run. dtype: in which. The number of ranks is no part of it: moments are summed in fp64, so that
+    codes come out the same.
+    """
+    digest = hashlib.sha256(f"{plan.fingerprint} {hardware(device)} {dtype}".encode())
     for sample in samples:
         digest.update(sample.ids.numpy().tobytes())
         digest.update(sample.counts.numpy().tobytes())

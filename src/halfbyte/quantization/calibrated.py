@@ -108,7 +108,7 @@ def run_calibrated(
                     starts=blocks.starts,
                     keep_others=True,
                     redo=again if redo else None,
-                    fingerprint=fingerprint(plan, data.samples, torch.device(device).type, str(model.dtype)),
+                    fingerprint=fingerprint(plan, data.samples, device, model.dtype),
                 )
             )
             for _ in write_without_data(plan, blocks.outside, writer):

@@ -7,14 +7,19 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from halfbyte.checkpoint.quantized_weight import stored_entries
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.shard_plan import Entry
+from halfbyte.devices import hardware
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.layout import ModelLayout, ModuleInfo
 from halfbyte.preflight import Finding, preflight
+from halfbyte.quantization.rotated_source import RotatedCheckpoint
 from halfbyte.recipe import Assignment, Recipe
 from halfbyte.schemes import Scheme
+from halfbyte.version import VERSION
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,20 @@ class QuantizationPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the result: the same source and recipe give the same bytes, so a partial run can go on."""
+        """Identity of the result: the same source, recipe, versions of halfbyte and torch and, if the model is rotated,
+        hardware give the same bytes, so a partial run can go on."""
         source = [[t.name, t.dtype, t.shape, t.file.name, t.offset] for t in self.checkpoint.tensors.values()]
         files = sorted({t.file for t in self.checkpoint.tensors.values()})
         state = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
         written = [[e.name, e.dtype, e.shape] for e in self.entries]
+        rotated_by = (
+            hardware(self.checkpoint.rotations.device)
+            if isinstance(self.checkpoint, RotatedCheckpoint)
+            else None
+        )
+        computed = [VERSION, torch.__version__, rotated_by]
         text = json.dumps(
-            [self.checkpoint.config, source, state, written, self.recipe.to_dict()], sort_keys=True
+            [self.checkpoint.config, source, state, written, self.recipe.to_dict(), computed], sort_keys=True
         )
         return hashlib.sha256(text.encode()).hexdigest()
 

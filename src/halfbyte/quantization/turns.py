@@ -44,6 +44,11 @@ class Rotations:
     stream: torch.Tensor
     by_size: Mapping[int, torch.Tensor]
 
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are rotated."""
+        return self.stream.device
+
     @staticmethod
     def draw(residual: Residual, seed: int, device: torch.device) -> Rotations:
         """Hadamard matrices with random signs, all of ``seed``."""
