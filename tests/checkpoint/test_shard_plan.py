@@ -65,7 +65,8 @@ def test_every_plan_is_a_valid_file_of_aligned_tensors(
 def test_digests_tell_plans_apart() -> None:
     plans = [plan_shards(entries(4, 6), size) for size in (5, 10)] + [plan_shards(entries(6, 4), 10)]
     digests = {plan_digest(plan, fingerprint) for plan in plans for fingerprint in ("a", "b")}
-    assert len(digests) == 6
+    digests |= {plan_digest(plans[0], "a", again) for again in ({"one"}, {"two"}, {"one", "two"})}
+    assert len(digests) == 9
     assert plan_digest(plan_shards(entries(4, 6), 5), "a") == plan_digest(plans[0], "a")
 
 

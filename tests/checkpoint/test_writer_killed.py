@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,46 +14,66 @@ from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import HalfbyteError
 from tests.checkpoint.files import write_checkpoint
 
-# Writes eight tensors in four shards over OUT. Every write, fsync and rename is one step; the process kills itself
-# before step number KILL_AT. Prints the steps that it took.
+# Writes eight tensors in four shards over OUT; with MORE only the second shard again, its values larger by that. Every
+# write, fsync, rename, link and removal is one step; the process kills itself before step number KILL_AT. Prints the
+# steps that it took. The report is made of notes, most of which a resumed run has from the one before.
 PROGRAM = """
-import io, os, signal, sys
+import os, shutil, signal, sys
 from pathlib import Path
-out, source, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
+out, source, kill_at, more = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 steps = 0
 def counted(function):
-    def step(*arguments):
+    def step(*arguments, **named):
         global steps
         if steps == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         steps += 1
-        return function(*arguments)
+        return function(*arguments, **named)
     return step
 os.fsync = counted(os.fsync)
-Path.rename = counted(Path.rename)
+os.link = counted(os.link)
+shutil.rmtree = counted(shutil.rmtree)
+Path.rename, Path.unlink = counted(Path.rename), counted(Path.unlink)
 from halfbyte.checkpoint import writer as module
 from halfbyte.checkpoint.writer import CheckpointWriter, Entry
+from halfbyte.checkpoint.redo import Redo
 entries = [Entry(f"t{n}", "U8", (1000,)) for n in range(8)]
-with CheckpointWriter(out, entries, overwrite=True, shard_bytes=2000, fingerprint="f") as writer:
+redo = Redo({"t2"}, lambda folder: {"source": "s"}) if more else None
+with CheckpointWriter(
+    out, entries, overwrite=True, shard_bytes=2000, redo=redo, origin={"source": "s"}, fingerprint="f"
+) as writer:
     for entry in writer.missing():
-        content = bytes([int(entry.name[1:])]) * 1000
+        content = bytes([int(entry.name[1:]) + more]) * 1000
+        writer.keep_notes(entry.name, {"about": entry.name})
         def halves(file):
             counted(file.write)(content[:500])
             counted(file.write)(content[500:])
         writer.write(entry.name, halves)
-    writer.finish({"architectures": ["XForCausalLM"]}, source)
+    report = {entry.name: writer.kept_notes(entry.name) for entry in entries}
+    writer.finish({"architectures": ["XForCausalLM"]}, source, {"report.json": report})
 print(steps)
 """
 
 
-def run(out: Path, source: Path, kill_at: int = -1) -> subprocess.CompletedProcess[str]:
+def run(out: Path, source: Path, kill_at: int = -1, more: int = 0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(out), str(source), str(kill_at)], capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM, str(out), str(source), str(kill_at), str(more)],
+        capture_output=True,
+        text=True,
     )
 
 
 def contents(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def without_marks(found: dict[str, bytes]) -> dict[str, bytes]:
+    """Without what the next run clears up."""
+    return {
+        name: content
+        for name, content in found.items()
+        if name != "halfbyte-partial.json" and not name.endswith(".notes.json")
+    }
 
 
 @pytest.fixture
@@ -74,9 +95,7 @@ def test_kill_9_at_every_step(tmp_path: Path, source: Path) -> None:
         old = contents(out)
         assert run(out, source, kill_at).returncode == -9
         if out.exists():
-            found = contents(out)
-            found.pop("halfbyte-partial.json", None)
-            assert found in (old, new)
+            assert without_marks(contents(out)) in (old, new)
         partial = out.with_name(out.name + ".partial")
         if partial.exists() and not (partial / "config.json").exists():
             with pytest.raises(HalfbyteError):
@@ -88,6 +107,30 @@ def test_kill_9_at_every_step(tmp_path: Path, source: Path) -> None:
         assert not partial.exists()
     assert resumed > steps // 2
     assert not [file.name for file in tmp_path.iterdir() if file.name.startswith(".")]
+
+
+def test_kill_9_at_every_step_of_a_redo(tmp_path: Path, source: Path) -> None:
+    old_out, new_out = tmp_path / "old", tmp_path / "new"
+    run(old_out, source)
+    old = contents(old_out)
+    shutil.copytree(old_out, new_out)
+    done = run(new_out, source, more=100)
+    assert done.returncode == 0, done.stderr
+    new = contents(new_out)
+    assert {name for name in new if new[name] != old[name]} == {
+        "model-00002-of-00004.safetensors",
+        "report.json",
+    }
+    for kill_at in range(int(done.stdout)):
+        out = tmp_path / f"out{kill_at}"
+        shutil.copytree(old_out, out)
+        assert run(out, source, kill_at, more=100).returncode == -9
+        if out.exists():
+            assert without_marks(contents(out)) in (old, new)
+        again = run(out, source, more=100)
+        assert again.returncode == 0, again.stderr
+        assert contents(out) == new
+        assert not out.with_name(out.name + ".partial").exists()
 
 
 def test_a_disk_that_refuses(tmp_path: Path, source: Path) -> None:

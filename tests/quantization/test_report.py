@@ -13,6 +13,7 @@ from halfbyte.quantization.report import (
     BlockReport,
     ModuleReport,
     fold_report,
+    read_origin,
     read_reports,
     run_report,
 )
@@ -26,6 +27,7 @@ FOLDS = (
     Fold(NormProducer("a.norm.weight", None, 1.0), ("a.q", "a.k"), 8, 8),
     Fold(RowsProducer("a.v", "a.v.bias", 0, 2, 2, 2), ("a.o",), 4, 2, 2),
 )
+ORIGIN = {"source": "0123", "rotated": False, "target": "halfbyte"}
 BLOCK = BlockReport("a", MODULES, {"a.experts": [3, 0]}, tuple(map(fold_report, FOLDS)), ("a note",))
 
 
@@ -45,21 +47,32 @@ def test_folds_say_their_kind() -> None:
 
 
 def test_totals() -> None:
-    document = run_report({"scheme": "w4a8"}, {"samples": 3}, [BLOCK], ["one"])
+    document = run_report({"scheme": "w4a8"}, {"samples": 3}, [BLOCK], ["one"], origin=ORIGIN)
     assert document["totals"] == {
         "modules": 3,
         "error_rtn": pytest.approx(0.3),
         "error": pytest.approx(0.2),
         "fallbacks": {"a.k": "saw 10 tokens"},
     }
-    assert run_report({}, None, [], [])["totals"]["error"] is None
+    assert run_report({}, None, [], [], origin=ORIGIN)["totals"]["error"] is None
 
 
 def test_reading_back(tmp_path: Path) -> None:
     assert read_reports(tmp_path) == {}
-    (tmp_path / REPORT_FILE).write_text(json.dumps(run_report({}, None, [BLOCK], [])))
+    assert read_origin(tmp_path) is None
+    (tmp_path / REPORT_FILE).write_text(json.dumps(run_report({}, None, [BLOCK], [], origin=ORIGIN)))
     assert read_reports(tmp_path) == {"a": BLOCK}
+    assert read_origin(tmp_path) == ORIGIN
     for damaged in ("", "{}", '{"blocks": [{"block": "a"}]}', "[]"):
         (tmp_path / REPORT_FILE).write_text(damaged)
         with pytest.raises(HalfbyteError, match="is no report of a calibrated run"):
             read_reports(tmp_path)
+
+
+def test_a_report_without_an_origin(tmp_path: Path) -> None:
+    (tmp_path / REPORT_FILE).write_text('{"blocks": []}')
+    assert read_origin(tmp_path) is None
+    for damaged in ("", '{"origin": 3}'):
+        (tmp_path / REPORT_FILE).write_text(damaged)
+        with pytest.raises(HalfbyteError, match="is no report of a calibrated run"):
+            read_origin(tmp_path)

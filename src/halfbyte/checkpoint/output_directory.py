@@ -5,62 +5,33 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from halfbyte.checkpoint.durable import link_or_copy, remove, sync_directory, write_synced
+from halfbyte.checkpoint.manifest import MANIFEST, MANIFEST_IN_WRITING, NOTES_SUFFIX, Manifest
 from halfbyte.checkpoint.model_config import CONFIG_FILE
+from halfbyte.checkpoint.redo import Redo
 from halfbyte.checkpoint.shard_plan import Shard
 from halfbyte.errors import HalfbyteError
-
-MANIFEST = "halfbyte-partial.json"
-_WEIGHT_SUFFIXES = {
-    *(
-        ".safetensors",
-        ".bin",
-        ".pt",
-        ".pth",
-        ".ckpt",
-        ".gguf",
-        ".h5",
-        ".msgpack",
-        ".onnx",
-        ".onnx_data",
-        ".npz",
-    ),
-    *(".index.json", ".tflite", ".mlmodel", ".nemo"),
-}
-# They describe the source's own weights, not ours.
-_ABOUT_THE_SOURCE = {
-    CONFIG_FILE,
-    "quantize_config.json",
-    "quant_config.json",
-    "hf_quant_config.json",
-    "params.json",
-}
-_NOTES = ".notes.json"
-_COPIED_FOLDERS = ("additional_chat_templates",)
 
 
 class OutputDirectory:
     """``OUT.partial`` while it is being written, ``OUT`` after :meth:`publish`.
 
-    A manifest in it names the run; only the same run resumes it. A lock keeps a second process out.
+    A manifest in it names the run; only the same run resumes it. Finished shards with notes are of a run with data and
+    dear, so that no other run discards them. A lock keeps a second process out.
     """
 
-    def __init__(self, out: Path, *, overwrite: bool, keep_others: bool = False) -> None:
-        """keep_others: finished shards of another run are an error instead of being discarded.
-
-        Errors: ``out`` exists and ``overwrite`` is not given, or it is no checkpoint.
-        """
+    def __init__(self, out: Path, *, overwrite: bool) -> None:
+        """Errors: ``out`` exists and ``overwrite`` is not given, or it is no checkpoint."""
         if not out.name:
             raise HalfbyteError(
                 f"{str(out)!r} names no directory that could be written; accepted: a path with a name"
             )
         self.out = out
         self._overwrite = overwrite
-        self._keep_others = keep_others
         self.partial = out.with_name(out.name + ".partial")
         self.replaced = out.with_name(f".{out.name}.halfbyte-replaced")
         self.notes: list[str] = []
@@ -70,6 +41,8 @@ class OutputDirectory:
             # Killed between the two renames of publish(): the old state comes back.
             self.replaced.rename(out)
             self.notes.append(f"{out} restored from {self.replaced.name}, which an interrupted run had left")
+        if (out / MANIFEST).is_file() and (out / CONFIG_FILE).is_file():
+            self._clear_up()
         self._refuse_to_replace()
 
     def _refuse_to_replace(self) -> None:
@@ -81,64 +54,99 @@ class OutputDirectory:
                 f"{out}: is no checkpoint (it has no {CONFIG_FILE}), so it is not overwritten"
             )
 
-    def prepare(self, digest: str, shards: Sequence[Shard], redo: Collection[str] | None = None) -> set[str]:
+    def prepare(self, manifest: Manifest, shards: Sequence[Shard], redo: Redo | None = None) -> set[str]:
         """Create or take over the partial directory; names of the shards in it that are finished.
 
-        redo: names of shards that are to be written again; all others are kept from an unfinished run or, if there is
-        none, from OUT, whatever their run was, as long as they hold the tensors that are planned.
-        Errors: another process writes it; it holds files that halfbyte did not write; finished shards of another
-        run that are to be kept.
+        redo: all shards but its own are kept from an unfinished run with finished notes or, if there is none, from OUT,
+        whatever their recipe was, as long as their origin is the manifest's and they hold the tensors that are planned.
+        Errors: another process writes it; it holds files that halfbyte did not write, or finished shards with notes
+        of another run; shards of another origin would be kept.
         """
-        finished: set[str] = set()
         self.partial.mkdir(parents=True, exist_ok=True)
         self._take_lock()
-        manifest = self.partial / MANIFEST
-        if redo is not None:
-            finished = self._keep(shards, redo, manifest)
-        elif manifest.exists() and _digest_in(manifest) == digest:
+        found = Manifest.read(self.partial)
+        if found is None:
+            self._refuse_foreign_files()
+            self._owned = True
+        if found is not None and found.plan == manifest.plan:
             finished = {shard.file for shard in shards if _is_finished(self.partial / shard.file, shard)}
             if finished:
                 self.notes.append(
                     f"resuming {self.partial}: {len(finished)} of {len(shards)} shards are finished"
                 )
-        elif manifest.exists() and self._keep_others and any(self.partial.glob("*.safetensors")):
+        elif found is not None and (noted := self._noted()):
+            finished = self._kept_from_partial(noted, found, manifest, shards, redo)
+        else:
+            finished = self._begun_anew(found, manifest, shards, redo)
+        self._remove_all_but(finished)
+        manifest.write(self.partial)
+        self._owned = True
+        return finished
+
+    def _refuse_foreign_files(self) -> None:
+        if any(file.name != MANIFEST_IN_WRITING for file in self.partial.iterdir()):
+            raise HalfbyteError(f"{self.partial}: exists and is no partial output of halfbyte; remove it")
+
+    def _noted(self) -> set[str]:
+        """File names of finished shards that have notes."""
+        names = {file.name.removesuffix(NOTES_SUFFIX) for file in self.partial.glob(f"*{NOTES_SUFFIX}")}
+        return {name for name in names if (self.partial / name).exists()}
+
+    def _kept_from_partial(
+        self,
+        noted: set[str],
+        found: Manifest,
+        manifest: Manifest,
+        shards: Sequence[Shard],
+        redo: Redo | None,
+    ) -> set[str]:
+        """Shards that another run finished and that are not to be redone."""
+        kept = {shard.file for shard in _others(redo, shards, self.partial)} if redo else set()
+        if redo is None or noted - kept - redo.files(shards):
             raise HalfbyteError(
                 f"{self.partial}: holds finished work of another source, recipe, data or options; accepted: the same "
                 "command as before, another output, or that directory removed"
             )
-        elif manifest.exists():
+        _require_origin(self.partial, found.origin, manifest.origin)
+        self._say_redoing(kept, shards)
+        return kept
+
+    def _begun_anew(
+        self, found: Manifest | None, manifest: Manifest, shards: Sequence[Shard], redo: Redo | None
+    ) -> set[str]:
+        """Nothing of the partial directory is kept; of OUT, as hard links or copies, what is not to be redone."""
+        kept = _others(redo, shards, self.out) if redo else []
+        if redo and kept:
+            _require_origin(self.out, redo.origin_of(self.out), manifest.origin)
+        if found is not None and found.plan is not None:
             self.notes.append(
                 f"discarded {self.partial}: it was written for another source, recipe or options"
             )
-        elif any(self.partial.iterdir()):
-            raise HalfbyteError(f"{self.partial}: exists and is no partial output of halfbyte; remove it")
-        for file in self.partial.iterdir():
-            if file.name.removesuffix(_NOTES) not in finished:
-                _remove(file)
-        write_synced(manifest, json.dumps({"plan": digest}).encode())
-        sync_directory(self.partial)
+        # Killed while shards are taken over, the next run finds a directory of halfbyte and begins anew.
+        Manifest().write(self.partial)
         self._owned = True
-        return finished
+        self._remove_all_but(())
+        for shard in kept:
+            link_or_copy(self.out / shard.file, self.partial / shard.file)
+        if redo:
+            self._say_redoing(kept, shards)
+        return {shard.file for shard in kept}
 
-    def _keep(self, shards: Sequence[Shard], redo: Collection[str], manifest: Path) -> set[str]:
-        """Finished shards that are not to be redone, those of OUT as hard links or copies."""
-        if not manifest.exists():
-            if any(self.partial.iterdir()):
-                raise HalfbyteError(f"{self.partial}: exists and is no partial output of halfbyte; remove it")
-            for shard in shards:
-                if shard.file not in redo and _is_finished(self.out / shard.file, shard):
-                    _link_or_copy(self.out / shard.file, self.partial / shard.file)
-        kept = {s.file for s in shards if s.file not in redo and _is_finished(self.partial / s.file, s)}
+    def _say_redoing(self, kept: Collection[object], shards: Sequence[Shard]) -> None:
         self.notes.append(f"redoing {len(shards) - len(kept)} of {len(shards)} shards, the others are kept")
-        return kept
+
+    def _remove_all_but(self, finished: Collection[str]) -> None:
+        for file in self.partial.iterdir():
+            if file.name != MANIFEST and file.name.removesuffix(NOTES_SUFFIX) not in finished:
+                remove(file)
 
     def write_notes(self, shard: str, content: Mapping[str, Any]) -> None:
-        """Keep something about a shard that is about to be finished, until :meth:`remove_notes`."""
-        write_synced(self.partial / (shard + _NOTES), json.dumps(content).encode())
+        """Keep something about a shard that is about to be finished, until the checkpoint is in its place."""
+        write_synced(self.partial / (shard + NOTES_SUFFIX), json.dumps(content).encode())
 
     def read_notes(self, shard: str) -> dict[str, Any]:
         """What :meth:`write_notes` kept; empty if that is nothing. Errors: a damaged file."""
-        file = self.partial / (shard + _NOTES)
+        file = self.partial / (shard + NOTES_SUFFIX)
         if not file.exists():
             return {}
         try:
@@ -146,42 +154,27 @@ class OutputDirectory:
         except ValueError as error:
             raise HalfbyteError(f"{file}: is damaged ({error}); remove it and {shard} beside it") from None
 
-    def remove_notes(self) -> None:
-        """Before the directory becomes a checkpoint."""
-        for file in self.partial.glob("*" + _NOTES):
-            file.unlink()
-
-    def copy_side_files(self, source: Path) -> None:
-        """Copy what belongs to the model but is neither weights nor about the source's quantization.
-
-        Tokenizer, chat templates, generation config, code and licence come along; READMEs and hidden files
-        do not.
-        """
-        for file in sorted(source.iterdir()):
-            if file.is_file() and is_side_file(file.name):
-                write_synced(self.partial / file.name, file.read_bytes())
-            elif file.is_dir() and file.name in _COPIED_FOLDERS:
-                shutil.copytree(file, self.partial / file.name, dirs_exist_ok=True)
-
     def publish(self) -> None:
         """Put the directory in its place; until then the old OUT is whole.
 
-        A kill between the two renames is undone by the next run.
+        A kill between the two renames is undone by the next run, which also clears up after one that comes later.
         """
         self._refuse_to_replace()
         sync_directory(self.partial)
-        if self.replaced.exists():
-            _remove(self.replaced)
+        remove(self.replaced)
         if self.out.exists():
             self.out.rename(self.replaced)
         self.partial.rename(self.out)
         sync_directory(self.out.absolute().parent)
         self._owned = False
         self.release()
+        self._clear_up()
+
+    def _clear_up(self) -> None:
+        """Remove what a complete checkpoint no longer needs; the manifest goes last, as the sign of work left."""
         try:
-            (self.out / MANIFEST).unlink()
-            if self.replaced.exists():
-                _remove(self.replaced)
+            for file in (*self.out.glob(f"*{NOTES_SUFFIX}"), self.replaced, self.out / MANIFEST):
+                remove(file)
         except OSError as error:
             self.notes.append(
                 f"{self.out} is complete, but {error.filename} could not be removed ({error.strerror})"
@@ -190,7 +183,7 @@ class OutputDirectory:
     def discard(self) -> None:
         """Remove the partial directory, if it is this run's."""
         if self._owned:
-            _remove(self.partial)
+            remove(self.partial)
             self._owned = False
 
     def release(self) -> None:
@@ -218,40 +211,27 @@ def refuse_to_replace_source(out: Path, source: Path) -> None:
         raise HalfbyteError(f"{out}: is or holds the source {source}; accepted: another directory")
 
 
-def is_side_file(name: str) -> bool:
-    """Whether a file of a checkpoint directory is worth copying beside new weights."""
-    if (
-        name.startswith(".")
-        or name.lower().startswith("readme")
-        or name in _ABOUT_THE_SOURCE
-        or name == MANIFEST
-    ):
-        return False
-    return not any(name.endswith(suffix) for suffix in _WEIGHT_SUFFIXES)
+def _require_origin(folder: Path, found: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None) -> None:
+    if found is None and wanted is not None:
+        raise HalfbyteError(
+            f"{folder}: does not say what it was made of, so nothing of it can be kept; accepted: a checkpoint with a "
+            "report of its origin, which runs with calibration data write"
+        )
+    if found != wanted:
+        raise HalfbyteError(
+            f"{folder}: was made of {_said(found)}, and this run is of {_said(wanted)}; accepted: the same as before, "
+            "or another output"
+        )
 
 
-def write_synced(file: Path, content: bytes) -> None:
-    """Write a small file and wait until it is on the disk."""
-    with file.open("wb") as target:
-        target.write(content)
-        target.flush()
-        os.fsync(target.fileno())
+def _said(origin: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{key} {json.dumps(value)}" for key, value in (origin or {}).items()) or "nothing known"
 
 
-def sync_directory(path: Path) -> None:
-    """Wait until renames in a directory are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _digest_in(manifest: Path) -> str | None:
-    try:
-        return json.loads(manifest.read_text())["plan"]
-    except (ValueError, KeyError, TypeError):
-        return None
+def _others(redo: Redo, shards: Sequence[Shard], folder: Path) -> list[Shard]:
+    """The shards that are finished in ``folder`` and not to be redone."""
+    again = redo.files(shards)
+    return [s for s in shards if s.file not in again and _is_finished(folder / s.file, s)]
 
 
 def _is_finished(file: Path, shard: Shard) -> bool:
@@ -259,17 +239,3 @@ def _is_finished(file: Path, shard: Shard) -> bool:
         return False
     with file.open("rb") as opened:
         return opened.read(len(shard.header)) == shard.header
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

@@ -68,9 +68,13 @@ def plan_shards(
     return [_lay_out(file, group) for file, group in zip(files, groups, strict=True)]
 
 
-def plan_digest(shards: Sequence[Shard], fingerprint: str) -> str:
-    """Names what is being written: two runs with one digest write the same bytes."""
+def plan_digest(shards: Sequence[Shard], fingerprint: str, again: Collection[str] = ()) -> str:
+    """Names what is being written: two runs with one digest write the same bytes.
+
+    again: file names of the shards that are written again, if all others are kept.
+    """
     digest = hashlib.sha256(fingerprint.encode())
+    digest.update(json.dumps(sorted(again)).encode())
     for shard in shards:
         digest.update(shard.file.encode() + shard.header)
     return digest.hexdigest()

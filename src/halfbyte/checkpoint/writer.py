@@ -12,16 +12,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from halfbyte.checkpoint.discover import INDEX_FILE, listed
+from halfbyte.checkpoint.durable import sync_directory, write_synced
 from halfbyte.checkpoint.headers import TensorInfo, read_header
+from halfbyte.checkpoint.manifest import Manifest
 from halfbyte.checkpoint.model_config import CONFIG_FILE
-from halfbyte.checkpoint.output_directory import (
-    OutputDirectory,
-    refuse_to_replace_source,
-    sync_directory,
-    write_synced,
-)
+from halfbyte.checkpoint.output_directory import OutputDirectory, refuse_to_replace_source
 from halfbyte.checkpoint.reader import write_all
+from halfbyte.checkpoint.redo import Redo
 from halfbyte.checkpoint.shard_plan import Entry, Shard, plan_digest, plan_shards
+from halfbyte.checkpoint.side_files import copy_side_files
 from halfbyte.errors import HalfbyteError
 
 if TYPE_CHECKING:
@@ -46,30 +45,27 @@ class CheckpointWriter:
         overwrite: bool = False,
         shard_bytes: int = SHARD_BYTES,
         starts: Collection[str] = frozenset(),
-        keep_others: bool = False,
-        redo: Collection[str] | None = None,
+        redo: Redo | None = None,
+        origin: Mapping[str, Any] | None = None,
         fingerprint: str,
     ) -> None:
         """Plans the shards and creates or resumes ``OUT.partial``.
 
-        starts: entries that begin a new shard (see :func:`plan_shards`). keep_others: finished shards of another
-        run are an error instead of being discarded. redo: entries whose shards are to be written again, while all
-        others are kept from an unfinished run or OUT.
-        Errors: OUT exists without ``overwrite``; the disk has less room than the plan needs; a tensor twice.
+        starts: entries that begin a new shard (see :func:`plan_shards`). redo: what is written again, while all other
+        shards are kept from an unfinished run or OUT. origin: plain data that shards must share to be of one model.
+        Errors: OUT exists without ``overwrite`` or ``redo``; finished shards with notes of another run, or of another
+        origin where they are to be kept; the disk has less room than the plan needs; a tensor twice.
         """
         self._shards = plan_shards(entries, shard_bytes, starts)
         self._shard_of = {entry.name: shard for shard in self._shards for entry in shard.entries}
         self._entries = {entry.name: entry for entry in entries}
-        self._directory = OutputDirectory(
-            Path(out), overwrite=overwrite or redo is not None, keep_others=keep_others
-        )
+        self._directory = OutputDirectory(Path(out), overwrite=overwrite or redo is not None)
         self._open: dict[str, _OpenShard] = {}
         self._done: set[str] = set()
         self._finished = False
         with self._one_line():
-            again = None if redo is None else {self._shard_of[name].file for name in redo}
-            digest = plan_digest(self._shards, fingerprint)
-            self._done = self._directory.prepare(digest, self._shards, again)
+            digest = plan_digest(self._shards, fingerprint, redo.files(self._shards) if redo else ())
+            self._done = self._directory.prepare(Manifest(digest, origin), self._shards, redo)
             self._check_space()
         self._missing = {
             entry.name: entry for entry in entries if self._shard_of[entry.name].file not in self._done
@@ -96,7 +92,10 @@ class CheckpointWriter:
         return tensors
 
     def keep_notes(self, name: str, content: Mapping[str, Any]) -> None:
-        """Keep plain data about the shard of the entry ``name`` beside it, for a run that resumes this one."""
+        """Keep plain data about the shard of the entry ``name`` beside it, for a run that resumes this one.
+
+        No other run discards that shard once it is finished.
+        """
         with self._one_line():
             self._directory.write_notes(self._shard_of[name].file, content)
 
@@ -143,7 +142,7 @@ class CheckpointWriter:
         refuse_to_replace_source(self._directory.out, Path(copy_from))
         partial = self._directory.partial
         with self._one_line():
-            self._directory.copy_side_files(Path(copy_from))
+            copy_side_files(Path(copy_from), partial)
             if len(self._shards) > 1:
                 weight_map = {name: self._shard_of[name].file for name in sorted(self._shard_of)}
                 total = sum(entry.nbytes for entry in self._entries.values())
@@ -153,7 +152,6 @@ class CheckpointWriter:
             for name, content in (documents or {}).items():
                 write_json(partial / name, content)
             write_json(partial / CONFIG_FILE, config)
-            self._directory.remove_notes()
             self._directory.publish()
         self._finished = True
 
@@ -194,7 +192,7 @@ class CheckpointWriter:
             )
             where = error.filename or self._directory.partial
             raise HalfbyteError(f"{where}: cannot be written ({error.strerror}){kept}") from None
-        except HalfbyteError:
+        except BaseException:
             self.close()
             raise
 

@@ -22,6 +22,7 @@ from halfbyte.calibration.samples import CalibrationSet, Sample
 from halfbyte.checkpoint.output_directory import refuse_to_replace_source
 from halfbyte.checkpoint.quantized_weight import decode, encode
 from halfbyte.checkpoint.reader import Checkpoint
+from halfbyte.checkpoint.redo import Redo
 from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.scales import FLOAT_SCALE_DTYPES
@@ -41,7 +42,7 @@ from halfbyte.quantization.follower import Follower
 from halfbyte.quantization.job import QuantizationResult, output_config, plan_notes, source_bytes
 from halfbyte.quantization.kernel_targets import kernel_targets
 from halfbyte.quantization.plan import Copy, QuantizationPlan, Step
-from halfbyte.quantization.report import REPORT_FILE, BlockReport, read_reports, run_report
+from halfbyte.quantization.report import REPORT_FILE, BlockReport, read_origin, read_reports, run_report
 from halfbyte.quantization.without_data import unseen_notes, write_without_data
 
 
@@ -83,10 +84,12 @@ def run_calibrated(
     hidden states of all samples, which ``activations`` keeps in ``memory`` or on ``disk``.
     A run that was interrupted goes on after its last finished block, and gives the same bytes.
     redo: patterns of modules whose blocks are quantized again, with this recipe and data; all other blocks stay as an
-    unfinished run or OUT has them (those behind a redone one were calibrated on what it put out before).
+    unfinished run or OUT has them (those behind a redone one were calibrated on what it put out before). They must be
+    of the same source, rotation and target.
     ranks: all take part with the same arguments and a share of the samples; the first one writes.
-    Errors: NaN or Inf in a weight or a block's output; a full disk; ``out`` exists without ``overwrite``; unfinished
-    work of another run in its place.
+    Errors: NaN or Inf in a weight or a block's output; a full disk; ``out`` exists without ``overwrite``; finished
+    blocks of another run in its place; blocks to be kept that are of another source, rotation or target, or of which
+    that is not known.
     """
     checkpoint = plan.checkpoint
     for source in {checkpoint.path, *(info.file for info in checkpoint.tensors.values())}:
@@ -106,8 +109,8 @@ def run_calibrated(
                     overwrite=overwrite,
                     shard_bytes=shard_bytes,
                     starts=blocks.starts,
-                    keep_others=True,
-                    redo=again if redo else None,
+                    redo=Redo(again, read_origin) if redo else None,
+                    origin=plan.origin,
                     fingerprint=fingerprint(plan, data.samples, device, model.dtype),
                 )
             )
@@ -125,7 +128,9 @@ def run_calibrated(
         run = _Run(plan, blocks, model, sequences, store, output, known, on_progress)
         reports = list(run.all_blocks())
         notes = [*plan_notes(plan), *data.report.notes, *unseen_notes(plan, blocks.outside), *run.notes]
-        document = run_report(plan.recipe.to_dict(), data.report.to_dict(), reports, notes)
+        document = run_report(
+            plan.recipe.to_dict(), data.report.to_dict(), reports, notes, origin=plan.origin
+        )
         if ranks.is_first:
             writer.finish(output_config(plan), checkpoint.path, {REPORT_FILE: document})
             notes = [*writer.notes, *notes]

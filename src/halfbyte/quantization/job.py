@@ -79,20 +79,27 @@ def run(
     """Write the planned checkpoint. Memory: two source tensors and the result of one, whatever the model's size.
 
     A run that was interrupted goes on where the last finished shard ends, and gives the same bytes.
-    Errors: NaN or Inf in a weight (the tensor is named); a full disk; ``out`` exists without ``overwrite``.
+    Errors: NaN or Inf in a weight (the tensor is named); a full disk; ``out`` exists without ``overwrite``; finished
+    blocks of a run with data in its place.
     """
     checkpoint = plan.checkpoint
     for source in {checkpoint.path, *(info.file for info in checkpoint.tensors.values())}:
         refuse_to_replace_source(Path(out), source)
     with CheckpointWriter(
-        out, plan.entries, overwrite=overwrite, shard_bytes=shard_bytes, fingerprint=plan.fingerprint
+        out,
+        plan.entries,
+        overwrite=overwrite,
+        shard_bytes=shard_bytes,
+        origin=plan.origin,
+        fingerprint=plan.fingerprint,
     ) as writer:
         for step in write_without_data(plan, plan.steps, writer):
             if progress:
                 progress(_source_bytes(plan, step), step_name(step))
         # Whoever compares a rotated model with its source has to know.
-        report = {REPORT_FILE: run_report(plan.recipe.to_dict(), None, [], plan_notes(plan))}
-        writer.finish(output_config(plan), checkpoint.path, report if plan.recipe.rotates else None)
+        report = run_report(plan.recipe.to_dict(), None, [], plan_notes(plan), origin=plan.origin)
+        documents = {REPORT_FILE: report} if plan.recipe.rotates else None
+        writer.finish(output_config(plan), checkpoint.path, documents)
         notes = [*writer.notes, *plan_notes(plan)]
     return QuantizationResult(
         out=Path(out),

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,12 +66,23 @@ class QuantizationPlan:
         return [finding for finding in self.findings if finding.level == "error"]
 
     @property
+    def origin(self) -> dict[str, Any]:
+        """What blocks of one model must share, whatever their schemes and data: the state of the source's files (a
+        digest), whether they are rotated, and the kernel whose numbers they are rounded to."""
+        source = hashlib.sha256(json.dumps(self._source_files).encode()).hexdigest()[:16]
+        return {"source": source, "rotated": self.recipe.rotates, "target": self.recipe.target}
+
+    @property
+    def _source_files(self) -> list[tuple[str, int, int]]:
+        """Name, bytes and time of change in nanoseconds."""
+        files = sorted({t.file for t in self.checkpoint.tensors.values()})
+        return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+    @property
     def fingerprint(self) -> str:
         """Identity of the result: the same source, recipe, versions of halfbyte and torch and, if the model is rotated,
         hardware give the same bytes, so a partial run can go on."""
         source = [[t.name, t.dtype, t.shape, t.file.name, t.offset] for t in self.checkpoint.tensors.values()]
-        files = sorted({t.file for t in self.checkpoint.tensors.values()})
-        state = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
         written = [[e.name, e.dtype, e.shape] for e in self.entries]
         rotated_by = (
             hardware(self.checkpoint.rotations.device)
@@ -79,7 +91,8 @@ class QuantizationPlan:
         )
         computed = [VERSION, torch.__version__, rotated_by]
         text = json.dumps(
-            [self.checkpoint.config, source, state, written, self.recipe.to_dict(), computed], sort_keys=True
+            [self.checkpoint.config, source, self._source_files, written, self.recipe.to_dict(), computed],
+            sort_keys=True,
         )
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.folding import Fold
 from halfbyte.models.producers import NormProducer
 
 REPORT_FILE = "quantization_report.json"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,18 @@ def run_report(
     data: Mapping[str, Any] | None,
     blocks: Iterable[BlockReport],
     notes: Iterable[str],
+    *,
+    origin: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The whole document: the recipe, what the data was, the totals, then block by block."""
+    """The whole document: the recipe, what the data was, the totals, then block by block.
+
+    origin: see :attr:`halfbyte.quantization.plan.QuantizationPlan.origin`.
+    """
     blocks = list(blocks)
     modules = [module for block in blocks for module in block.modules]
     return {
         "recipe": dict(recipe),
+        "origin": dict(origin),
         "data": None if data is None else dict(data),
         "notes": list(notes),
         "totals": {
@@ -112,12 +119,26 @@ def read_reports(folder: Path) -> dict[str, BlockReport]:
 
     Errors: a report that is damaged or has another form.
     """
+    return (
+        _read(folder, lambda document: {b["block"]: BlockReport.from_dict(b) for b in document["blocks"]})
+        or {}
+    )
+
+
+def read_origin(folder: Path) -> dict[str, Any] | None:
+    """What a checkpoint directory was made of; none without a report or in one of an earlier version.
+
+    Errors: a report that is damaged or has another form.
+    """
+    return _read(folder, lambda document: dict(document["origin"]) if "origin" in document else None)
+
+
+def _read(folder: Path, part: Callable[[dict[str, Any]], T]) -> T | None:
     file = folder / REPORT_FILE
     if not file.exists():
-        return {}
+        return None
     try:
-        blocks = json.loads(file.read_text(encoding="utf-8"))["blocks"]
-        return {block["block"]: BlockReport.from_dict(block) for block in blocks}
+        return part(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
         raise HalfbyteError(f"{file}: is no report of a calibrated run ({error})") from None
 
