@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from halfbyte.calibration.ranks import Ranks
     from halfbyte.calibration.request import CalibrationData
     from halfbyte.evaluation.evaluate import Evaluation
-    from halfbyte.quantization.calibrated import Progress
     from halfbyte.quantization.job import QuantizationResult
     from halfbyte.quantization.plan import QuantizationPlan
+    from halfbyte.quantization.walk import Progress
     from halfbyte.recipe import Recipe
 
 

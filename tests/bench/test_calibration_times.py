@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from halfbyte.bench.calibration_times import CalibrationTimes
-from halfbyte.quantization.calibrated import Progress
+from halfbyte.quantization.walk import Progress
 
 
 def timed(blocks: int, laps: Iterable[tuple[int, str, float]], end: float) -> CalibrationTimes:

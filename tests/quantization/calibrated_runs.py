@@ -10,7 +10,8 @@ import torch
 
 from halfbyte.calibration.samples import CalibrationSet, DataReport, Sample
 from halfbyte.quantization import job
-from halfbyte.quantization.calibrated import Progress, run_calibrated
+from halfbyte.quantization.calibrated import run_calibrated
+from halfbyte.quantization.walk import Progress
 from halfbyte.recipe import Recipe
 from tests.tiny import VOCAB_SIZE
 

@@ -22,8 +22,8 @@ from halfbyte.errors import HalfbyteError, NonFiniteError
 from halfbyte.formats.quantize import dequantize
 from halfbyte.formats.vllm_scales import settle, vllm_dequantize
 from halfbyte.models import folding
-from halfbyte.quantization.calibrated import Progress
 from halfbyte.quantization.report import REPORT_FILE
+from halfbyte.quantization.walk import Progress
 from halfbyte.recipe import Recipe
 from halfbyte.schemes import PRESETS
 from tests.quantization.calibrated_runs import contents, quantize, samples

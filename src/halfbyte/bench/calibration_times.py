@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from halfbyte.quantization.calibrated import Progress
+from halfbyte.quantization.walk import Progress
 
 PHASES = ("observing", "quantizing", "running")
 

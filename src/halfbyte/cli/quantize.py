@@ -13,7 +13,7 @@ from halfbyte.cli import console
 from halfbyte.errors import HalfbyteError
 
 if TYPE_CHECKING:
-    from halfbyte.quantization.calibrated import Progress
+    from halfbyte.quantization.walk import Progress
 
 
 def quantize(
