@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from halfbyte.algorithms.cholesky import cholesky_
 from halfbyte.errors import HalfbyteError
 
 _LARGEST_DAMPING = 1.0
@@ -20,7 +21,7 @@ class Feedback:
     """The order in which inputs are rounded, and what each one takes over from the errors before it.
 
     order: int64 ``[..., in]``, the largest second moment first, equal ones in their own order.
-    factors: float64 ``[..., in, in]``, in that order on both axes: above the diagonal, ``factors[j, k]`` is the part of
+    factors: fp32 ``[..., in, in]``, in that order on both axes: above the diagonal, ``factors[j, k]`` is the part of
         input j's error (weight minus rounded weight) that is added to input k. Zeros for members that fell back.
     damping: what was added to the diagonal, as a share of its mean, per member of the leading axes (row-major);
         none for members that fell back. fallback: their reasons, none for others.
@@ -36,7 +37,7 @@ class Feedback:
         """From the inputs' second moments, fp32 ``[..., in, in]``, symmetric.
 
         With the damped moment H = A A^T, A upper triangular, the factors are ``A[j, k] / A[k, k]``. That is GPTQ
-        without an inverse (Chee et al., "QuIP", 2023, section 3 and theorem 6), in float64.
+        without an inverse (Chee et al., "QuIP", 2023, section 3 and theorem 6).
         damping: tried first; raised tenfold up to 1 for members of which Cholesky's factors cannot be had.
         Errors: damping that is negative or not finite.
         """
@@ -55,8 +56,7 @@ class Feedback:
         reversed_moments = _ReversedMoments(members, order.flip(-1), mean, usable)
         matrix, found = _damped_cholesky(reversed_moments, torch.arange(len(members)), _ladder(damping))
         _reverse_(matrix)
-        factors = matrix.mT
-        factors.div_(factors.diagonal(dim1=-2, dim2=-1).clone().unsqueeze(-2))
+        factors = matrix.div_(matrix.diagonal(dim1=-2, dim2=-1).clone().unsqueeze(-2))
         reasons = [_reason(*flags) for flags in zip(finite.tolist(), usable.tolist(), found, strict=True)]
         fallen = [reason is not None for reason in reasons]
         if any(fallen):
@@ -80,14 +80,14 @@ class _ReversedMoments:
     usable: torch.Tensor
 
     def damped(self, chosen: torch.Tensor, share: float) -> torch.Tensor:
-        """Those of the members ``chosen`` (int64 ``[c]``), float64 ``[c, n, n]``, with damping."""
+        """Those of the members ``chosen`` (int64 ``[c]``), fp32 ``[c, n, n]``, with damping."""
         everyone = len(chosen) == len(self.members)
         members, backwards, mean, usable = (
             part if everyone else part[chosen.to(part.device)]
             for part in (self.members, self.backwards, self.mean, self.usable)
         )
         count, size, _ = members.shape
-        matrix = members.new_empty(members.shape, dtype=torch.float64)
+        matrix = torch.empty_like(members, dtype=torch.float32)
         dead = members.diagonal(dim1=-2, dim2=-1).gather(1, backwards) == 0
         for start in range(0, size, step := max(1, _TOGETHER // (count * size))):
             rows = slice(start, start + step)
@@ -96,8 +96,8 @@ class _ReversedMoments:
             matrix[:, rows] = picked.masked_fill_(dead[:, rows, None] | dead[:, None], 0.0)
         matrix.masked_fill_(~usable[:, None, None], 0.0)
         diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-        diagonal.add_((dead + share) * mean.unsqueeze(-1))
-        diagonal.copy_(torch.where(usable.unsqueeze(-1), diagonal, 1.0))
+        damped = diagonal.double() + (dead + share) * mean.unsqueeze(-1)
+        diagonal.copy_(torch.where(usable.unsqueeze(-1), damped, 1.0))
         return matrix
 
 
@@ -111,16 +111,13 @@ def _ladder(damping: float) -> list[float]:
 def _damped_cholesky(
     moments: _ReversedMoments, chosen: torch.Tensor, ladder: list[float]
 ) -> tuple[torch.Tensor, list[float | None]]:
-    """Of the chosen members, float64 ``[c, n, n]``, transposed: lower factors; and the first damping that gave them.
+    """Of the chosen members, fp32 ``[c, n, n]``: lower factors; and the first damping that gave them.
 
     Those of which no damping gave any are identities, with none for their damping.
     """
     step, *higher = ladder
     matrix = moments.damped(chosen, step)
-    info = torch.empty(len(chosen), dtype=torch.int32, device=matrix.device)
-    # In place (it is symmetric, and its transpose lies as LAPACK wants it): a copy is the most that a run holds.
-    torch.linalg.cholesky_ex(matrix.mT, out=(matrix.mT, info))
-    failed = info.nonzero().flatten()
+    failed = cholesky_(matrix).nonzero().flatten()
     found: list[float | None] = [step] * len(chosen)
     if not len(failed):
         return matrix, found

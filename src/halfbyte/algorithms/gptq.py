@@ -96,7 +96,7 @@ def _round_in_order(weight: torch.Tensor, rounding: Rounding, feedback: Feedback
         inputs = feedback.order[..., start:stop]
         left = take_columns(weight, inputs).float()
         values = left + _taken_over(errors[..., :start], feedback.factors[..., :start, start:stop]).float()
-        shares = feedback.factors[..., start:stop, start:stop].float()
+        shares = feedback.factors[..., start:stop, start:stop]
         found, errors[..., start:stop] = round_with_feedback(rounding.at(inputs), values, left, shares)
         parts.append(found)
     codes = torch.cat(parts, -1)
@@ -105,12 +105,12 @@ def _round_in_order(weight: torch.Tensor, rounding: Rounding, feedback: Feedback
 
 
 def _taken_over(errors: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """The product of errors, fp32 ``[..., out, k]``, and factors, float64 ``[..., k, n]``.
+    """The product of errors ``[..., out, k]`` and factors ``[..., k, n]``, both fp32, as float64.
 
-    In float64: a product's order of sums depends on the number of rows, which must not show.
+    A product's order of sums depends on the number of rows, which must not show.
     """
-    total = factors.new_zeros(*errors.shape[:-1], factors.shape[-1])
+    total = factors.new_zeros(*errors.shape[:-1], factors.shape[-1], dtype=torch.float64)
     parts = zip(errors.split(_TOGETHER, -1), factors.split(_TOGETHER, -2), strict=True)
     for some, theirs in parts:
-        total += some.double() @ theirs
+        total += some.double() @ theirs.double()
     return total

@@ -74,6 +74,11 @@ class BlockModel:
         return cls(model, layout, places, live, torch.empty(0, device=device, dtype=dtype))
 
     @property
+    def device(self) -> torch.device:
+        """Where blocks compute."""
+        return self._placed.device
+
+    @property
     def dtype(self) -> torch.dtype:
         """What blocks compute in."""
         return self._placed.dtype
@@ -111,11 +116,15 @@ class BlockModel:
         """Gives back what is loaded outside the blocks; it is loaded again where it is needed."""
         self._live.release(self._before)
 
+    def load(self, index: int) -> None:
+        """Brings the weights of block ``index`` into memory ahead of :meth:`block`, at whose end they leave it."""
+        self._live.load(self._inside(index))
+
     @contextmanager
     def block(self, index: int) -> Iterator[LoadedBlock]:
         """Block ``index`` with its weights in memory, until the end of the ``with``; what was put there is lost."""
         name = self.blocks[index]
-        inside = [entry for entry in self._live.names if entry.startswith(f"{name}.")]
+        inside = self._inside(index)
         try:
             self._live.load(inside)
             yield LoadedBlock(
@@ -131,6 +140,9 @@ class BlockModel:
         finally:
             # Arguments that were made anew for a sequence have loaded what is in front of the blocks.
             self._live.release([*inside, *self._before])
+
+    def _inside(self, index: int) -> list[str]:
+        return [entry for entry in self._live.names if entry.startswith(f"{self.blocks[index]}.")]
 
     def _arguments(self, index: int, ids: torch.Tensor) -> BlockArguments:
         if not self._around.known(ids):

@@ -16,6 +16,8 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.models.layout import WeightSource
 
 _READERS = 4
+# Elements of a tensor (an embedding) from which on it is not read as a whole, and how many are read then.
+_READ_IN_PARTS, _PART = 1 << 28, 1 << 25
 _READABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,6 +38,9 @@ class TensorSource(Protocol):
 
     def load(self, name: str) -> torch.Tensor:
         """One stored tensor, on the CPU."""
+
+    def load_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start:stop`` of its first axis."""
 
 
 class LiveTensors:
@@ -102,13 +107,21 @@ class LiveTensors:
 
     def _fill(self, entry: torch.Tensor, stored: str) -> None:
         """Reads a stored tensor into its place in a parameter."""
-        values = self._source.load(stored)
-        if entry.is_floating_point() and values.dtype not in _READABLE:
+        target = view_at(entry, self._places.tensors[stored])
+        if target.numel() < _READ_IN_PARTS:
+            self._copy(target, self._source.load(stored), stored)
+            return
+        for start in range(0, len(target), step := max(1, _PART * len(target) // target.numel())):
+            stop = min(start + step, len(target))
+            self._copy(target[start:stop], self._source.load_rows(stored, start, stop), stored)
+
+    def _copy(self, target: torch.Tensor, values: torch.Tensor, stored: str) -> None:
+        if target.is_floating_point() and values.dtype not in _READABLE:
             raise HalfbyteError(
                 f"{self._source.path}: {stored} is stored as {values.dtype}; accepted for calibration: "
                 f"{', '.join(map(str, _READABLE))}"
             )
-        view_at(entry, self._places.tensors[stored]).copy_(values)
+        target.copy_(values)
 
     def _entry(self, name: str) -> torch.Tensor:
         owner, _, leaf = name.rpartition(".")

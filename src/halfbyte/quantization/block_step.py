@@ -64,42 +64,26 @@ def quantize_block(
     chosen = {name: _usable(methods[name], statistics.get(name)) for name in formats}
     usable = {name: method for name, (method, _) in chosen.items()}
     tensors = BlockTensors(block.weight, modules, formats, load)
-    outputs: dict[str, float] = {}
-    errors_rtn: dict[str, float] = {}
+    before: dict[str, _Before] = {}
     for stack in stack_up(formats, shapes, usable, targets, statistics):
-        moment = stack.moment(statistics)
-        if moment is not None:
-            weight = stack.weight(tensors.weight)
-            outputs |= _energies(stack, weight, moment)
-            nearest = stack.target.nearest(weight, stack.fmt)
-            errors_rtn |= _energies(stack, weight.sub_(nearest), moment)
+        before |= _before(stack, tensors, statistics)
     applied, spreads = scale_inputs(folds, tensors, formats, usable, statistics, targets)
     for name, tensor in tensors.stored.items():
         block.put_parameter(name, tensor)
 
     partners = _partners(steps)
+    schemes = {step.module.name: step.scheme.name for step in steps}
     quantized: dict[str, QuantizedTensor] = {}
     reports: dict[str, ModuleReport] = {}
-    schemes = {step.module.name: step.scheme.name for step in steps}
     for stack in stack_up(formats, shapes, usable, targets, statistics):
-        moment = stack.moment(statistics)
-        weight = stack.weight(tensors.weight)
-        result = round_stack(
-            weight,
-            stack.fmt,
-            stack.method,
-            moment,
-            stack.target,
-            elsewhere=_largest_elsewhere(stack, partners, tensors),
-        )
-        scales = _scale_ranges(stack, result.quantized)
-        decoded = stack.target.decode(result.quantized)
-        errors = {} if moment is None else _energies(stack, weight.sub_(decoded), moment)
-        for name, member, rows in stack.parts():
-            quantized[name] = stack.part(result.quantized, member, rows)
-            block.put(name, decoded[member, rows])
-            seen = statistics.get(name)
-            error = None if seen is None else relative_error(errors[name], outputs[name])
+        for part in _quantized(stack, tensors, statistics, partners):
+            name, seen = part.name, statistics.get(part.name)
+            block.put(name, part.decoded)
+            quantized[name] = part.quantized
+            error = error_rtn = None
+            if part.error is not None:
+                error = relative_error(part.error, before[name].output)
+                error_rtn = relative_error(before[name].error_rtn, before[name].output)
             reports[name] = ModuleReport(
                 module=name,
                 scheme=schemes[name],
@@ -107,16 +91,17 @@ def quantize_block(
                 shape=shapes[name],
                 group_size=stack.fmt.group_size,
                 tokens=0 if seen is None else seen.tokens,
-                error_rtn=None if seen is None else relative_error(errors_rtn[name], outputs[name]),
+                error_rtn=error_rtn,
                 error=error,
-                scale_min=scales[name][0],
-                scale_max=scales[name][1],
-                narrowed=result.narrowed[member],
+                scale_min=part.scales[0],
+                scale_max=part.scales[1],
+                narrowed=part.narrowed,
                 scaling=spreads.get(name),
-                damping=result.damping[member],
-                fallback=result.fallback[member] or chosen[name][1],
+                damping=part.damping,
+                fallback=part.fallback or chosen[name][1],
             )
             on_module(name, error)
+            del part  # or its stack would be in memory beside the next one
     return QuantizedBlock(
         quantized,
         tensors.stored,
@@ -127,6 +112,69 @@ def quantize_block(
             tuple(map(fold_report, applied)),
         ),
     )
+
+
+@dataclass(frozen=True)
+class _Before:
+    """Mean squares of a module's output, and of round to nearest's error in it."""
+
+    output: float
+    error_rtn: float
+
+
+def _before(
+    stack: Stack, tensors: BlockTensors, statistics: Mapping[str, InputStatistics]
+) -> dict[str, _Before]:
+    """By module; nothing for modules whose inputs are not known."""
+    moment = stack.moment(statistics)
+    if moment is None:
+        return {}
+    weight = stack.weight(tensors.weight)
+    outputs = _energies(stack, weight, moment)
+    errors = _energies(stack, weight.sub_(stack.target.nearest(weight, stack.fmt)), moment)
+    return {name: _Before(outputs[name], errors[name]) for name in stack.names}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One module of a quantized stack. error: mean square of that of its output, if its inputs are known."""
+
+    name: str
+    quantized: QuantizedTensor
+    decoded: torch.Tensor
+    error: float | None
+    scales: tuple[float, float]
+    narrowed: float | None
+    damping: float | None
+    fallback: str | None
+
+
+def _quantized(
+    stack: Stack,
+    tensors: BlockTensors,
+    statistics: Mapping[str, InputStatistics],
+    partners: Mapping[str, list[str]],
+) -> list[_Part]:
+    moment = stack.moment(statistics)
+    weight = stack.weight(tensors.weight)
+    elsewhere = _largest_elsewhere(stack, partners, tensors)
+    result = round_stack(weight, stack.fmt, stack.method, moment, stack.target, elsewhere=elsewhere)
+    scales = _scale_ranges(stack, result.quantized)
+    decoded = stack.target.decode(result.quantized)
+    errors = {} if moment is None else _energies(stack, weight.sub_(decoded), moment)
+    return [
+        _Part(
+            name,
+            stack.part(result.quantized, member, rows),
+            decoded[member, rows],
+            errors.get(name),
+            scales[name],
+            result.narrowed[member],
+            result.damping[member],
+            result.fallback[member],
+        )
+        for name, member, rows in stack.parts()
+    ]
 
 
 def _usable(method: Method, seen: InputStatistics | None) -> tuple[Method, str | None]:

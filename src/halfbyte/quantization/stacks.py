@@ -16,7 +16,7 @@ from halfbyte.method import Method
 
 T = TypeVar("T")
 # Elements of weights, and of their inputs' moments, that are worked on as one.
-_WEIGHTS_TOGETHER = 1 << 27
+_WEIGHTS_TOGETHER = 1 << 26
 _MOMENTS_TOGETHER = 1 << 27
 
 

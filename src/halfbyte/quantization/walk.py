@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -86,7 +86,8 @@ class Walk:
             self._enter()
         for index, steps in enumerate(self._blocks.blocks):
             if index in unfinished:
-                yield self._quantize(index, steps, forward=index < last)
+                following = index + 1 if index + 1 in unfinished or index + 1 < last else None
+                yield self._quantize(index, steps, forward=index < last, following=following)
             else:
                 if index < last:
                     self._pass_through(index, steps)
@@ -113,18 +114,17 @@ class Walk:
             self._store.append(self._model.enter(sample.ids[None]))
         self._model.release()
 
-    def _quantize(self, index: int, steps: Sequence[Step], *, forward: bool) -> BlockReport:
+    def _quantize(
+        self, index: int, steps: Sequence[Step], *, forward: bool, following: int | None
+    ) -> BlockReport:
+        """forward: later blocks need to know what this one puts out. following: the block that is loaded next."""
         quantized = quantize_steps(steps)
-        watched = self._watched(index)
-        with self._model.block(index) as block, ThreadPoolExecutor(1) as background:
+        with self._model.block(index) as block, ThreadPoolExecutor(2) as background:
             block.require_finite(step.module.name for step in quantized)
-            observation = (
-                block.observe(watched, self._samples(index, "observing")) if watched else Observation([], {})
-            )
             result = quantize_block(
                 block,
                 quantized,
-                observation,
+                self._observe(index, block, following, background),
                 methods=self._plan.assignment.methods,
                 targets=self._targets,
                 folds=[fold for fold in self._folds if _is_inside(fold, block)],
@@ -139,6 +139,18 @@ class Walk:
             written.result()
         self._say(index, 1.0, "written")
         return result.report
+
+    def _observe(
+        self, index: int, block: LoadedBlock, following: int | None, background: Executor
+    ) -> Observation:
+        watched = self._watched(index)
+        observation = (
+            block.observe(watched, self._samples(index, "observing")) if watched else Observation([], {})
+        )
+        if following is not None and self._model.device.type != "cpu":
+            # A GPU has room for two blocks. What cannot be read is said when the block's turn comes.
+            background.submit(self._model.load, following)
+        return observation
 
     def _write(self, steps: Sequence[Step], result: QuantizedBlock) -> None:
         """The report goes first: a finished shard has it beside it, whenever the run ends."""
