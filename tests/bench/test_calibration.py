@@ -30,6 +30,7 @@ def test_shapes_have_the_published_sizes() -> None:
         ({"shape": "7b"}, "shape '7b' is not known; accepted: 8b, 30b-a3b, tiny"),
         ({"shape": "tiny", "layers": 5}, "5 layers of shape tiny; accepted: 1 to 4"),
         ({"activations": "tape"}, "activations in 'tape'; accepted: memory or disk"),
+        ({"shape": "tiny", "layers": 2, "calibrated": 3}, "3 calibrated blocks of 2; accepted: 1 to 2"),
         ({"device": "tpu"}, "device 'tpu' is not known"),
         ({"recipe": Recipe(scheme="none")}, "scheme 'none' quantizes nothing"),
     ],
@@ -64,6 +65,14 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tiny(layers: int | None = None, **options: Any) -> CalibrationCase:
     return CalibrationCase(GPTQ, "tiny", layers, samples=3, length=64, device="cpu", **options)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_some_blocks_alone_are_calibrated(tmp_path: Path) -> None:
+    total, *blocks = bench_calibration(tmp_path, tiny(3, calibrated=2), lambda _: None)
+    assert (total["algorithm"], total["calibrated_blocks"], total["model_s"]) == ("gptq clip output", 2, None)
+    assert total["model_s_is"] == "not asked for: not all blocks are calibrated"
+    assert [block["observing_s"] > 0 for block in blocks] == [True, True, False]
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -37,8 +37,9 @@ _HIDDEN_STATE_BYTES = 4
 @dataclass(frozen=True)
 class CalibrationCase:
     """shape: one of :data:`SHAPES`. layers: how many of its layers to make, all of them unless given. samples, length:
-    sequences of random tokens, and tokens of each. device, activations: see :func:`halfbyte.api.quantize` and
-    :class:`~halfbyte.calibration.request.CalibrationData`.
+    sequences of random tokens, and tokens of each. calibrated: how many blocks get the recipe's method, the first ones,
+    while others are rounded to nearest; all of them unless given. device, activations: see
+    :func:`halfbyte.api.quantize` and :class:`~halfbyte.calibration.request.CalibrationData`.
 
     Errors: a shape, a number or a name that is not known or out of range; a device that is not there.
     """
@@ -50,6 +51,7 @@ class CalibrationCase:
     length: int = 2048
     device: str = "auto"
     activations: str = "memory"
+    calibrated: int | None = None
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
@@ -60,6 +62,10 @@ class CalibrationCase:
         if self.activations not in ACTIVATIONS:
             raise HalfbyteError(f"activations in {self.activations!r}; accepted: {' or '.join(ACTIVATIONS)}")
         only_choice(self.recipe)
+        if self.calibrated is not None and not 1 <= self.calibrated <= self.model.layers:
+            raise HalfbyteError(
+                f"{self.calibrated} calibrated blocks of {self.model.layers}; accepted: 1 to {self.model.layers}"
+            )
         device_named(self.device)
 
     @property
@@ -67,6 +73,15 @@ class CalibrationCase:
         """The model that is made."""
         whole = SHAPES[self.shape]
         return whole if self.layers is None else replace(whole, layers=self.layers)
+
+    @property
+    def run_recipe(self) -> Recipe:
+        """The recipe with what holds for blocks that are not calibrated."""
+        if self.calibrated is None:
+            return self.recipe
+        chosen = {"scheme": self.recipe.scheme, "algorithm": self.recipe.algorithm, "clip": self.recipe.clip}
+        targets = {f"model.layers.{index}.*": chosen for index in range(self.calibrated)}
+        return Recipe(scheme=self.recipe.scheme, targets=targets)
 
 
 @dataclass(frozen=True)
@@ -109,6 +124,7 @@ def bench_calibration(folder: Path, case: CalibrationCase, say: Callable[[str], 
         "samples": case.samples,
         "length": case.length,
         "activations": case.activations,
+        "calibrated_blocks": case.calibrated or model.layers,
     }
     blocks = result.pop("blocks")
     total: Row = {
@@ -118,7 +134,7 @@ def bench_calibration(folder: Path, case: CalibrationCase, say: Callable[[str], 
         "source_gb": round(model.nbytes / 1e9, 6),
         "checkpoint_gb": round(written / 1e9, 6),
         **result,
-        "model_s_is": _origin(model.layers, whole.layers),
+        "model_s_is": _origin(model.layers, whole.layers, case.calibrated),
         "peak_rss_gb": round(peak / 1e9, 6),
     }
     return [
@@ -139,7 +155,7 @@ def _make(source: Path, case: CalibrationCase, say: Callable[[str], None]) -> in
         shutil.rmtree(unfinished, ignore_errors=True)
         shards = math.ceil(model.nbytes / _SHARD_BYTES)
         write_sparse_checkpoint(unfinished, model.config(), model.tensors(), shards)
-    written = sum(entry.nbytes for entry in prepare(unfinished, case.recipe).entries)
+    written = sum(entry.nbytes for entry in prepare(unfinished, case.run_recipe).entries)
     kept = case.samples * case.length * model.hidden * _HIDDEN_STATE_BYTES
     needed = (0 if made else model.nbytes) + written + (kept if case.activations == "disk" else 0)
     free = shutil.disk_usage(source.parent).free
@@ -158,9 +174,9 @@ def _run(folder: Path, source: Path, case: CalibrationCase) -> tuple[dict[str, A
     request = CalibrationRequest(
         model=str(source),
         out=str(folder / "quantized"),
-        recipe=case.recipe.to_dict(),
+        recipe=case.run_recipe.to_dict(),
         vocab=case.model.vocab,
-        blocks=SHAPES[case.shape].layers,
+        blocks=SHAPES[case.shape].layers if case.calibrated is None else 0,
         samples=case.samples,
         length=case.length,
         device=case.device,
@@ -173,7 +189,9 @@ def _run(folder: Path, source: Path, case: CalibrationCase) -> tuple[dict[str, A
     return json.loads(result_file.read_text()), cost.peak_rss
 
 
-def _origin(layers: int, of_model: int) -> str:
+def _origin(layers: int, of_model: int, calibrated: int | None) -> str:
+    if calibrated is not None:
+        return "not asked for: not all blocks are calibrated"
     if layers == of_model:
         return "measured"
     if layers < 3:

@@ -39,7 +39,7 @@ def run(request: CalibrationRequest) -> dict[str, Any]:
     times.finish()
     after = _file_bytes()
     document = json.loads((Path(request.out) / REPORT_FILE).read_text())
-    model_seconds = times.of_model(request.blocks)
+    model_seconds = times.of_model(request.blocks) if request.blocks else None
     on_gpu = device.type == "cuda"
     return {
         "device": device.type,

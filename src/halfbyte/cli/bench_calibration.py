@@ -28,6 +28,12 @@ def calibration(
     scheme: Annotated[str, typer.Option(help="Preset to quantize with.")] = "w4a8",
     algorithm: Annotated[str, typer.Option(help="Steps joined by +, as for halfbyte quantize.")] = "gptq",
     clip: Annotated[str | None, typer.Option(help="none, mse or output, as for halfbyte quantize.")] = None,
+    calibrated: Annotated[
+        int | None,
+        typer.Option(
+            help="Calibrate the first so many blocks, round others to nearest. Default: all.", min=1
+        ),
+    ] = None,
     activations: Annotated[
         str, typer.Option(help="Where hidden states wait between blocks: memory or disk.")
     ] = "memory",
@@ -50,7 +56,7 @@ def calibration(
     from halfbyte.recipe import Recipe
 
     recipe = Recipe(scheme=scheme, algorithm=algorithm, clip=clip)
-    case = CalibrationCase(recipe, shape, layers, samples, length, device, activations)
+    case = CalibrationCase(recipe, shape, layers, samples, length, device, activations, calibrated)
     require_writable(out)
     with working_folder(folder) as path:
         rows = bench_calibration(path, case, console.note)
