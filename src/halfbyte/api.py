@@ -75,7 +75,7 @@ def quantize(
     )
     with joined(device_named(device)) as (ranks, place):
         plan = job.prepare(model, rules, tp=tp, allow_pickle=allow_pickle, device=place)
-        if given.path is not None or any(method.needs_data for method in plan.assignment.methods.values()):
+        if any(method.needs_data for method in plan.assignment.methods.values()):
             again = [redo] if isinstance(redo, str) else list(redo)
             return _quantize_with_data(plan, out, given, place, again, overwrite, ranks, on_block)
         _refuse_without_data(given, redo, ranks)
@@ -88,6 +88,11 @@ def _refuse_without_data(given: CalibrationData, redo: Sequence[str], ranks: Ran
     """Raises if anything was asked for that only a calibrated run does."""
     if redo:
         raise HalfbyteError("redo needs calibration data: without it everything is quantized anew in no time")
+    if given.path is not None:
+        raise HalfbyteError(
+            f"data {given.path} would change nothing, as no module's method needs any; accepted: no data, or an "
+            "algorithm or clip that needs it"
+        )
     if options := given.options():
         raise HalfbyteError(
             f"{', '.join(options)} would change nothing, as nothing is calibrated; accepted: with --data, or with an "

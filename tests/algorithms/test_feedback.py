@@ -108,3 +108,8 @@ def test_the_moment_is_left_alone() -> None:
     before = moment.clone()
     Feedback.of(moment, 0.01)
     assert torch.equal(moment, before)
+
+
+def test_strides_do_not_show() -> None:
+    moment = torch.stack([moment_of(24), moment_of(24, seed=1)])
+    assert torch.equal(Feedback.of(moment.mT, 0.01).factors, Feedback.of(moment, 0.01).factors)

@@ -232,6 +232,25 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
             block.require_finite(block.modules)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2", "phi3"])
+def test_weights_that_are_set_aside_come_back_one_by_one(family: str, tmp_path: Path) -> None:
+    model, ids = opened(tiny_model(family, tmp_path, torch.float32)), tokens(6)
+    hidden = model.enter(ids)
+    with model.block(1) as block:
+        before = run(block, hidden, ids)
+        weights = {name: block.weight(name) for name in block.modules}
+        kept = block.modules[0]
+        block.set_aside(set(block.modules) - {kept})
+        for name, weight in weights.items():
+            assert torch.equal(block.weight(name), weight), name
+        for name, weight in weights.items():
+            block.put(name, weight if name == kept else weight * 2)
+            assert torch.equal(block.weight(name), weight if name == kept else weight * 2), name
+        for name, weight in weights.items():
+            block.put(name, weight)
+        assert torch.equal(run(block, hidden, ids), before)
+
+
 def test_a_wrong_shape_or_name_is_refused(tmp_path: Path) -> None:
     with opened(tiny_model("llama", tmp_path, torch.float32)).block(0) as block:
         with pytest.raises(HalfbyteError, match=r"q_proj: is \[128, 128\], so \[1, 128\] cannot"):

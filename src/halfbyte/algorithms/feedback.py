@@ -87,7 +87,7 @@ class _ReversedMoments:
             for part in (self.members, self.backwards, self.mean, self.usable)
         )
         count, size, _ = members.shape
-        matrix = torch.empty_like(members, dtype=torch.float32)
+        matrix = torch.empty(members.shape, dtype=torch.float32, device=members.device)
         dead = members.diagonal(dim1=-2, dim2=-1).gather(1, backwards) == 0
         for start in range(0, size, step := max(1, _TOGETHER // (count * size))):
             rows = slice(start, start + step)

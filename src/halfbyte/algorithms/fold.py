@@ -46,7 +46,7 @@ def folded_statistics(statistics: InputStatistics, columns: torch.Tensor) -> Inp
     """Statistics of a consumer's inputs once they were divided by ``columns``, scales per column fp32 ``[in]``."""
     return InputStatistics(
         tokens=statistics.tokens,
-        moment=statistics.moment / columns / columns[:, None],
+        moment=(statistics.moment / columns).div_(columns[:, None]),
         absmean=statistics.absmean / columns,
         absmax=statistics.absmax / columns,
     )

@@ -10,10 +10,11 @@ import torch
 from halfbyte.algorithms.column_feedback import round_with_feedback
 from halfbyte.algorithms.feedback import Feedback
 from halfbyte.errors import HalfbyteError
-from halfbyte.formats.columns import ColumnRounding, Rounding, take_columns
+from halfbyte.formats.columns import ColumnRounding, Rounding, put_columns_, take_columns
 from halfbyte.formats.grid import Grid, Ranges, choose_grid
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.ranges import as_float
+from halfbyte.formats.rounding import code_dtype
 from halfbyte.formats.spec import TensorFormat
 
 # Columns whose errors are in float64 at a time.
@@ -77,7 +78,7 @@ def gptq(
     elif grid is not None:
         raise HalfbyteError("a rounding holds its own grid; accepted: a grid or a rounding, not both")
     feedback = Feedback.of(moment, damping)
-    codes = _round_in_order(weight, rounding, feedback, block)
+    codes = _round_in_order(weight, fmt, rounding, feedback, block)
     stored = rounding.grid
     shared = math.prod(lead) // len(feedback.damping)
     return GptqResult(
@@ -87,10 +88,12 @@ def gptq(
     )
 
 
-def _round_in_order(weight: torch.Tensor, rounding: Rounding, feedback: Feedback, block: int) -> torch.Tensor:
+def _round_in_order(
+    weight: torch.Tensor, fmt: TensorFormat, rounding: Rounding, feedback: Feedback, block: int
+) -> torch.Tensor:
     """Codes ``[..., out, in]``, in the weight's own order."""
     errors = torch.empty_like(weight, dtype=torch.float32)
-    parts = []
+    codes = torch.empty_like(weight, dtype=code_dtype(fmt))
     for start in range(0, weight.shape[-1], block):
         stop = min(start + block, weight.shape[-1])
         inputs = feedback.order[..., start:stop]
@@ -98,10 +101,8 @@ def _round_in_order(weight: torch.Tensor, rounding: Rounding, feedback: Feedback
         values = left + _taken_over(errors[..., :start], feedback.factors[..., :start, start:stop]).float()
         shares = feedback.factors[..., start:stop, start:stop]
         found, errors[..., start:stop] = round_with_feedback(rounding.at(inputs), values, left, shares)
-        parts.append(found)
-    codes = torch.cat(parts, -1)
-    in_place = take_columns(codes.view(torch.uint8), feedback.order.argsort(-1))
-    return in_place.view(codes.dtype)
+        put_columns_(codes.view(torch.uint8), inputs, found.view(torch.uint8))
+    return codes
 
 
 def _taken_over(errors: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

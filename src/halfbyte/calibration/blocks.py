@@ -1,4 +1,4 @@
-"""A model that runs one decoder block at a time, so that no more than one has to be in memory."""
+"""A model that runs one decoder block at a time, so that one of them has to be in memory."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ class BlockModel:
 
         Embeddings are loaded for the first call and stay until :meth:`release` or the end of a :meth:`block`.
         """
-        self._live.load(self._before)
+        self._live.load(self._before, in_parts=True)
         return self._around.enter(ids.to(self._placed.device))
 
     @torch.no_grad()
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[1, T, vocabulary]`` for what the last block returned, ``[1, T, hidden]``."""
-        self._live.load([*self._before, *self._head])
+        self._live.load([*self._before, *self._head], in_parts=True)
         try:
             return self._around.leave(hidden.to(self._placed))
         finally:
@@ -146,7 +146,7 @@ class BlockModel:
 
     def _arguments(self, index: int, ids: torch.Tensor) -> BlockArguments:
         if not self._around.known(ids):
-            self._live.load(self._before)
+            self._live.load(self._before, in_parts=True)
         return self._around.arguments(ids.to(self._placed.device))[index]
 
     def _is_in(self, index: int, module: str) -> bool:

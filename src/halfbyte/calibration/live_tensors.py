@@ -16,8 +16,8 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.models.layout import WeightSource
 
 _READERS = 4
-# Elements of a tensor (an embedding) from which on it is not read as a whole, and how many are read then.
-_READ_IN_PARTS, _PART = 1 << 28, 1 << 25
+# Elements of a tensor that is large, and of a part of it.
+_LARGE, _PART = 1 << 28, 1 << 25
 _READABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,6 +41,9 @@ class TensorSource(Protocol):
 
     def load_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows ``start:stop`` of its first axis."""
+
+    def load_source(self, source: WeightSource) -> torch.Tensor:
+        """The weight ``[out, in]`` at ``source``, on the CPU."""
 
 
 class LiveTensors:
@@ -68,19 +71,19 @@ class LiveTensors:
         """Parameters and persistent buffers that the checkpoint fills, by itself or by a tie."""
         return [*self._stored, *self._places.ties]
 
-    def load(self, names: Iterable[str]) -> None:
-        """Fills the parameters ``names``; those already in memory stay as they are."""
+    def load(self, names: Iterable[str], *, in_parts: bool = False) -> None:
+        """Fills the parameters ``names``; those already in memory stay as they are.
+
+        in_parts: large ones (embeddings) are read a few rows at a time, which must not depend on each other.
+        """
         absent = [name for name in names if self._entry(name).is_meta]
         origins = {name: self._places.ties.get(name, name) for name in absent}
         needed = [name for name in dict.fromkeys(origins.values()) if self._entry(name).is_meta]
-        entries = {
-            name: torch.empty(self._entry(name).shape, dtype=self._dtypes[name], device=self._device)
-            for name in needed
-        }
+        entries = {name: self._empty(name) for name in needed}
         # Reading and copying to a GPU wait for memory, several at once hide that; a CPU's memory is what is short.
         with ThreadPoolExecutor(1 if self._device.type == "cpu" else _READERS) as pool:
             jobs = [
-                pool.submit(self._fill, entries[name], stored)
+                pool.submit(self._fill, entries[name], stored, in_parts)
                 for name in needed
                 for stored in self._stored[name]
             ]
@@ -97,6 +100,15 @@ class LiveTensors:
         for name in names:
             self._put(name, torch.empty_like(self._entry(name), device="meta"))
 
+    def allocate(self, name: str) -> None:
+        """Gives the parameter ``name`` memory, whose values mean nothing, unless it is loaded."""
+        if self._entry(name).is_meta:
+            self._put(name, self._empty(name))
+
+    def read(self, source: WeightSource, name: str) -> torch.Tensor:
+        """A weight as stored at ``source``, ``[out, in]``, in the dtype and on the device of parameter ``name``."""
+        return self._source.load_source(source).to(self._device, self._dtypes[name])
+
     def stored(self, name: str) -> torch.Tensor:
         """The live values of the stored tensor ``name``, which must be loaded; shares the model's memory."""
         return self.view(self._places.tensors[name])
@@ -105,10 +117,13 @@ class LiveTensors:
         """The live values at ``place``; shares the model's memory."""
         return view_at(self._entry(place.tensor), place)
 
-    def _fill(self, entry: torch.Tensor, stored: str) -> None:
+    def _empty(self, name: str) -> torch.Tensor:
+        return torch.empty(self._entry(name).shape, dtype=self._dtypes[name], device=self._device)
+
+    def _fill(self, entry: torch.Tensor, stored: str, in_parts: bool) -> None:
         """Reads a stored tensor into its place in a parameter."""
         target = view_at(entry, self._places.tensors[stored])
-        if target.numel() < _READ_IN_PARTS:
+        if not in_parts or target.numel() < _LARGE:
             self._copy(target, self._source.load(stored), stored)
             return
         for start in range(0, len(target), step := max(1, _PART * len(target) // target.numel())):

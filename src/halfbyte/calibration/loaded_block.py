@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,9 +60,27 @@ class LoadedBlock:
         self._live = live
         self._arguments = arguments
         self._placed = placed
+        self._aside: set[str] = set()
+
+    def set_aside(self, names: Collection[str]) -> None:
+        """Gives back the memory of the weights of modules ``names`` until each is put anew.
+
+        :meth:`weight` reads them again as they are stored; the block can run when all have been put. Weights that share
+        a parameter with one of another module stay.
+        """
+        by_parameter: dict[str, list[str]] = {}
+        for name in self.modules:
+            by_parameter.setdefault(self._places.modules[name].tensor, []).append(name)
+        for parameter, owners in by_parameter.items():
+            if all(name in names for name in owners):
+                self._live.release([parameter])
+                self._aside.update(owners)
 
     def weight(self, name: str) -> torch.Tensor:
         """A copy of the weight ``[out, in]`` of module ``name``, contiguous."""
+        info = self._info(name)
+        if name in self._aside:
+            return self._live.read(info.source, self._places.modules[name].tensor)
         return self._view(name).clone(memory_format=torch.contiguous_format)
 
     def put(self, name: str, weight: torch.Tensor) -> None:
@@ -70,7 +88,9 @@ class LoadedBlock:
 
         Errors: another shape.
         """
+        self._live.allocate(self._places.modules[self._info(name).name].tensor)
         _overwrite(name, self._view(name), weight)
+        self._aside.discard(name)
 
     def parameter(self, tensor: str) -> torch.Tensor:
         """A copy of the stored tensor ``tensor`` (a norm's weight, a bias, ...) as the block has it."""
@@ -114,8 +134,8 @@ class LoadedBlock:
     def observe(self, names: Iterable[str], samples: Iterable[Sample]) -> Observation:
         """Statistics of the inputs of modules ``names`` over ``samples``, added up over all ranks that run.
 
-        All moments of ``names`` are in memory at once (8 bytes times inputs squared each); for fewer, observe some
-        names after others. Every rank needs the same names and at least one sample.
+        All moments of ``names`` are in memory at once (4 to 8 bytes times inputs squared each); for fewer, observe
+        some names after others. Every rank needs the same names and at least one sample.
         Errors: as :meth:`run`; a module that is not in the block, is not called, or cannot be masked.
         """
         infos = {name: self._info(name) for name in names}

@@ -43,6 +43,14 @@ def take_columns(tensor: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return torch.take_along_dim(tensor, columns.unsqueeze(-2), -1)
 
 
+def put_columns_(tensor: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
+    """Puts ``values`` ``[..., out, n]`` into columns of ``[..., out, in]``, named as for :func:`take_columns`."""
+    if columns.ndim == 1:
+        tensor.index_copy_(-1, columns, values)
+    else:
+        tensor.scatter_(-1, columns.unsqueeze(-2).expand(values.shape), values)
+
+
 @dataclass(frozen=True)
 class ColumnRounding:
     """Rounds to nearest as :func:`halfbyte.formats.quantize.encode` does, bit for bit, whatever the columns.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +16,7 @@ from halfbyte.calibration.statistics import InputStatistics
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.scales import LARGEST_SCALE, scale_values
+from halfbyte.formats.spec import TensorFormat
 from halfbyte.method import Method
 from halfbyte.models.folding import Fold
 from halfbyte.models.layout import ModuleInfo
@@ -53,6 +54,7 @@ def quantize_block(
 ) -> QuantizedBlock:
     """Quantizes the weights of ``steps``, all in ``block``, which then holds what they decode to.
 
+    observation: is emptied, since its moments are given up one after the other.
     methods, targets, modules: of the whole model, by name. folds: those of this block. load: stored tensors by name.
     dtype: the model's (bf16, f16 or f32), which scales are stored in. on_module: called with each module and its
     output error.
@@ -61,38 +63,36 @@ def quantize_block(
     formats = {step.module.name: step.scheme.weights.with_scale(dtype) for step in steps}
     shapes = {step.module.name: step.module.shape for step in steps}
     statistics = {name: group.statistics for group in observation.groups for name in group.names}
+    observation.groups.clear()
+    tokens = {name: seen.tokens for name, seen in statistics.items()}
     chosen = {name: _usable(methods[name], statistics.get(name)) for name in formats}
     usable = {name: method for name, (method, _) in chosen.items()}
     tensors = BlockTensors(block.weight, modules, formats, load)
-    before: dict[str, _Before] = {}
+    errors_rtn: dict[str, float] = {}
     for stack in stack_up(formats, shapes, usable, targets, statistics):
-        before |= _before(stack, tensors, statistics)
+        errors_rtn |= _errors_of_rtn(stack, tensors, statistics)
     applied, spreads = scale_inputs(folds, tensors, formats, usable, statistics, targets)
     for name, tensor in tensors.stored.items():
         block.put_parameter(name, tensor)
 
-    partners = _partners(steps)
+    elsewhere = _largest_elsewhere(steps, formats, tensors)
     schemes = {step.module.name: step.scheme.name for step in steps}
     quantized: dict[str, QuantizedTensor] = {}
     reports: dict[str, ModuleReport] = {}
     for stack in stack_up(formats, shapes, usable, targets, statistics):
-        for part in _quantized(stack, tensors, statistics, partners):
-            name, seen = part.name, statistics.get(part.name)
+        for part in _quantized(stack, tensors, statistics, elsewhere.get(stack.members[0][0], 0.0)):
+            name = part.name
             block.put(name, part.decoded)
             quantized[name] = part.quantized
-            error = error_rtn = None
-            if part.error is not None:
-                error = relative_error(part.error, before[name].output)
-                error_rtn = relative_error(before[name].error_rtn, before[name].output)
             reports[name] = ModuleReport(
                 module=name,
                 scheme=schemes[name],
                 method=str(stack.method),
                 shape=shapes[name],
                 group_size=stack.fmt.group_size,
-                tokens=0 if seen is None else seen.tokens,
-                error_rtn=error_rtn,
-                error=error,
+                tokens=tokens.get(name, 0),
+                error_rtn=errors_rtn.get(name),
+                error=part.error,
                 scale_min=part.scales[0],
                 scale_max=part.scales[1],
                 narrowed=part.narrowed,
@@ -100,8 +100,11 @@ def quantize_block(
                 damping=part.damping,
                 fallback=part.fallback or chosen[name][1],
             )
-            on_module(name, error)
-            del part  # or its stack would be in memory beside the next one
+            on_module(name, part.error)
+            # Moments and copies that nobody asks for any more make room for the next stack.
+            statistics.pop(name, None)
+            tensors.scaled.pop(name, None)
+            del part
     return QuantizedBlock(
         quantized,
         tensors.stored,
@@ -114,30 +117,22 @@ def quantize_block(
     )
 
 
-@dataclass(frozen=True)
-class _Before:
-    """Mean squares of a module's output, and of round to nearest's error in it."""
-
-    output: float
-    error_rtn: float
-
-
-def _before(
+def _errors_of_rtn(
     stack: Stack, tensors: BlockTensors, statistics: Mapping[str, InputStatistics]
-) -> dict[str, _Before]:
-    """By module; nothing for modules whose inputs are not known."""
+) -> dict[str, float]:
+    """Relative output error of each module rounded to nearest; nothing where inputs are not known."""
     moment = stack.moment(statistics)
     if moment is None:
         return {}
     weight = stack.weight(tensors.weight)
     outputs = _energies(stack, weight, moment)
     errors = _energies(stack, weight.sub_(stack.target.nearest(weight, stack.fmt)), moment)
-    return {name: _Before(outputs[name], errors[name]) for name in stack.names}
+    return {name: relative_error(errors[name], outputs[name]) for name in stack.names}
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One module of a quantized stack. error: mean square of that of its output, if its inputs are known."""
+    """One module of a quantized stack. error: relative, of its output, if its inputs are known."""
 
     name: str
     quantized: QuantizedTensor
@@ -150,18 +145,19 @@ class _Part:
 
 
 def _quantized(
-    stack: Stack,
-    tensors: BlockTensors,
-    statistics: Mapping[str, InputStatistics],
-    partners: Mapping[str, list[str]],
+    stack: Stack, tensors: BlockTensors, statistics: Mapping[str, InputStatistics], elsewhere: float
 ) -> list[_Part]:
     moment = stack.moment(statistics)
     weight = stack.weight(tensors.weight)
-    elsewhere = _largest_elsewhere(stack, partners, tensors)
     result = round_stack(weight, stack.fmt, stack.method, moment, stack.target, elsewhere=elsewhere)
     scales = _scale_ranges(stack, result.quantized)
     decoded = stack.target.decode(result.quantized)
-    errors = {} if moment is None else _energies(stack, weight.sub_(decoded), moment)
+    errors: dict[str, float] = {}
+    if moment is not None:
+        # Of the weight as it is now: scales that were folded into its rows have changed its output.
+        outputs = _energies(stack, weight, moment)
+        lost = _energies(stack, weight.sub_(decoded), moment)
+        errors = {name: relative_error(lost[name], outputs[name]) for name in stack.names}
     return [
         _Part(
             name,
@@ -182,22 +178,25 @@ def _usable(method: Method, seen: InputStatistics | None) -> tuple[Method, str |
     if not method.needs_data or (seen is not None and seen.tokens >= FEWEST_TOKENS):
         return method, None
     tokens = 0 if seen is None else seen.tokens
-    return replace(Method(), clip="none"), f"saw {tokens} tokens, fewer than {FEWEST_TOKENS}"
+    return method.without_data, f"saw {tokens} tokens, fewer than {FEWEST_TOKENS}"
 
 
-def _partners(steps: Sequence[Quantize]) -> dict[str, list[str]]:
-    """The modules that share an outer scale per tensor with each module, itself included."""
+def _largest_elsewhere(
+    steps: Sequence[Quantize], formats: Mapping[str, TensorFormat], tensors: BlockTensors
+) -> dict[str, float]:
+    """Largest magnitude of the weights that share a module's outer scale per tensor, for modules that have one.
+
+    Known before any of them is quantized, since weights that are put into the block are no longer the given ones.
+    """
     groups: dict[str, list[str]] = {}
-    for step in steps:
-        groups.setdefault(step.module.fused_group or step.module.name, []).append(step.module.name)
-    return {name: names for names in groups.values() for name in names}
-
-
-def _largest_elsewhere(stack: Stack, partners: Mapping[str, list[str]], tensors: BlockTensors) -> float:
-    """Largest magnitude of weights that share the stack's outer scale per tensor; 0 where it has none."""
-    if stack.fmt.outer != "tensor":
-        return 0.0
-    return max(float(tensors.weight(other).abs().max()) for other in partners[stack.members[0][0]])
+    for name, group in ((step.module.name, step.module.fused_group) for step in steps):
+        if formats[name].outer == "tensor":
+            groups.setdefault(group or name, []).append(name)
+    largest = {
+        group: max(float(tensors.weight(name).abs().max()) for name in names)
+        for group, names in groups.items()
+    }
+    return {name: largest[group] for group, names in groups.items() for name in names}
 
 
 def _energies(stack: Stack, rows: torch.Tensor, moment: torch.Tensor) -> dict[str, float]:

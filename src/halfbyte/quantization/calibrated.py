@@ -54,8 +54,8 @@ def run_calibrated(
 ) -> QuantizationResult:
     """Write the planned checkpoint, quantized with what its layers see of ``data``.
 
-    Every block sees what the quantized blocks before it put out. Memory: one block, the moments of its inputs, and
-    hidden states of all samples, which ``activations`` keeps in ``memory`` or on ``disk``.
+    Every block sees what the quantized blocks before it put out. Memory: one block (on a GPU the next
+    one too, while this one runs), the moments of its inputs, and hidden states of all samples, which ``activations`` keeps in ``memory`` or on ``disk``.
     A run that was interrupted goes on after its last finished block, and gives the same bytes.
     redo: patterns of modules whose blocks are quantized again, with this recipe and data; all other blocks stay as an
     unfinished run or OUT has them (those behind a redone one were calibrated on what it put out before). They must be
@@ -95,7 +95,9 @@ def run_calibrated(
             output = ranks.from_first(None)
         sequences = ranks.share(data.samples)
         store = (
-            DiskStore(output.folder) if activations == "disk" else MemoryStore(_near(device, plan, sequences))
+            DiskStore(output.folder)
+            if activations == "disk"
+            else MemoryStore(_near(device, model.dtype, plan, sequences))
         )
         stack.callback(store.close)
         known = read_reports(Path(out)) if redo else {}
@@ -138,12 +140,14 @@ def _refuse_two_scalings(plan: QuantizationPlan) -> None:
             )
 
 
-def _near(device: torch.device | str, plan: QuantizationPlan, samples: Sequence[Sample]) -> torch.device:
+def _near(
+    device: torch.device | str, dtype: torch.dtype, plan: QuantizationPlan, samples: Sequence[Sample]
+) -> torch.device:
     """Where hidden states wait in memory: on a GPU if they take little of it, else on the CPU."""
     place = torch.device(device)
     hidden = read_config(plan.checkpoint.config).hidden
     if place.type != "cuda" or hidden is None:
         return torch.device("cpu")
-    needed = 2 * hidden * sum(len(sample.ids) for sample in samples)
+    needed = dtype.itemsize * hidden * sum(len(sample.ids) for sample in samples)
     free, _ = torch.cuda.mem_get_info(place)
     return place if needed < min(_GPU_ACTIVATIONS, free // 4) else torch.device("cpu")

@@ -14,7 +14,7 @@ from halfbyte.checkpoint.writer import CheckpointWriter
 
 @dataclass(frozen=True)
 class Follower:
-    """As much of a :class:`CheckpointWriter` as a walk through the blocks needs; what it is given goes nowhere.
+    """As much of a :class:`CheckpointWriter` as a walk through the blocks needs that does not write.
 
     The ranks share a file system, where finished blocks are read from ``folder``.
     """
@@ -36,12 +36,6 @@ class Follower:
         """The tensors of finished shards."""
         return dict(self.tensors)
 
-    def keep_notes(self, name: str, content: Mapping[str, Any]) -> None:
-        """The first rank keeps them."""
-
     def kept_notes(self, name: str) -> dict[str, Any]:
         """The first rank has them."""
         return {}
-
-    def write(self, name: str, data: object) -> None:
-        """The first rank writes."""

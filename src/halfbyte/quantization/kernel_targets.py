@@ -11,7 +11,7 @@ from halfbyte.quantization.plan import QuantizationPlan, Quantize
 def kernel_targets(plan: QuantizationPlan) -> dict[str, Target]:
     """For each module that ``plan`` quantizes: that of its scheme.
 
-    Errors: a W4A8 weight that vLLM's kernel cannot take.
+    Errors: a W4A8 weight that vLLM's kernel cannot take; target ``vllm`` where nothing is W4A8.
     """
     targets: dict[str, Target] = {}
     for step in plan.steps:
@@ -20,6 +20,12 @@ def kernel_targets(plan: QuantizationPlan) -> dict[str, Target]:
             if vllm:
                 _require_vllm_format(step, plan.checkpoint.model_dtype)
             targets[step.module.name] = VllmScales() if vllm else ExactScales()
+    if plan.recipe.target == "vllm" and not any(
+        isinstance(target, VllmScales) for target in targets.values()
+    ):
+        raise HalfbyteError(
+            "target vllm is for w4a8, which no module gets; accepted: target halfbyte, or w4a8"
+        )
     return targets
 
 

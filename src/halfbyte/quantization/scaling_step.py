@@ -111,6 +111,7 @@ def scale_inputs(
             scales = found.scales
         else:
             scales = smoothquant_scales(weights, seen, shared=shared)
+        del weights  # the fold makes copies of its own
         # A norm is folded into where it was loaded, on the CPU.
         scales = tensors.fold(fold, scales).to(seen.moment.device)
         applied.append(fold)

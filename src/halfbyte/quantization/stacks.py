@@ -86,7 +86,7 @@ def stack_up(
     targets: Mapping[str, Target],
     statistics: Mapping[str, InputStatistics],
 ) -> list[Stack]:
-    """All modules of ``formats``, each in one stack.
+    """All modules of ``formats``, each in one stack; those with the most inputs, whose moments are large, first.
 
     Modules with the same statistics object read the same input: one decomposition of its moment serves them all.
     Modules whose rows share scales stay alone.
@@ -118,7 +118,7 @@ def stack_up(
             methods[members[0][0]],
             targets[members[0][0]],
         )
-        for batches in alike.values()
+        for batches in sorted(alike.values(), key=lambda some: -shapes[some[0][0][0]][1])
         for members in batches
     ]
 

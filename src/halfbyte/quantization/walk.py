@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -124,7 +124,7 @@ class Walk:
             result = quantize_block(
                 block,
                 quantized,
-                self._observe(index, block, following, background),
+                self._observe(index, block),
                 methods=self._plan.assignment.methods,
                 targets=self._targets,
                 folds=[fold for fold in self._folds if _is_inside(fold, block)],
@@ -134,26 +134,31 @@ class Walk:
                 on_module=lambda name, error: self._say(index, 1 / 3, "quantizing", name, error),
             )
             written = background.submit(self._write, steps, result)
-            if forward:
-                self._forward(index, block)
-            written.result()
+            if following is not None and self._model.device.type != "cpu":
+                # What cannot be read is said when the block's turn comes.
+                background.submit(self._model.load, following)
+            try:
+                if forward:
+                    self._forward(index, block)
+            finally:
+                written.result()
         self._say(index, 1.0, "written")
         return result.report
 
-    def _observe(
-        self, index: int, block: LoadedBlock, following: int | None, background: Executor
-    ) -> Observation:
+    def _observe(self, index: int, block: LoadedBlock) -> Observation:
         watched = self._watched(index)
         observation = (
             block.observe(watched, self._samples(index, "observing")) if watched else Observation([], {})
         )
-        if following is not None and self._model.device.type != "cpu":
-            # A GPU has room for two blocks. What cannot be read is said when the block's turn comes.
-            background.submit(self._model.load, following)
+        if self._model.device.type == "cpu":
+            # Beside moments and their factors there is room for one weight at a time.
+            block.set_aside({step.module.name for step in quantize_steps(self._blocks.blocks[index])})
         return observation
 
     def _write(self, steps: Sequence[Step], result: QuantizedBlock) -> None:
         """The report goes first: a finished shard has it beside it, whenever the run ends."""
+        if isinstance(self._writer, Follower):
+            return
         dtype = self._plan.checkpoint.model_dtype
         self._writer.keep_notes(first_entry(steps), result.report.to_dict())
         for step in steps:
