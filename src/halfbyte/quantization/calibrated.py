@@ -54,8 +54,9 @@ def run_calibrated(
 ) -> QuantizationResult:
     """Write the planned checkpoint, quantized with what its layers see of ``data``.
 
-    Every block sees what the quantized blocks before it put out. Memory: one block (on a GPU the next
-    one too, while this one runs), the moments of its inputs, and hidden states of all samples, which ``activations`` keeps in ``memory`` or on ``disk``.
+    Every block sees what the quantized blocks before it put out. Memory: one block (on a GPU the next one too, while
+    this one runs), the moments of its inputs, and hidden states of all samples, which ``activations`` keeps in
+    ``memory`` or on ``disk``.
     A run that was interrupted goes on after its last finished block, and gives the same bytes.
     redo: patterns of modules whose blocks are quantized again, with this recipe and data; all other blocks stay as an
     unfinished run or OUT has them (those behind a redone one were calibrated on what it put out before). They must be
