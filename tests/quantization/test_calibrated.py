@@ -24,6 +24,7 @@ from halfbyte.errors import HalfbyteError, NonFiniteError
 from halfbyte.formats.quantize import dequantize
 from halfbyte.formats.vllm_scales import settle, vllm_dequantize
 from halfbyte.models import folding
+from halfbyte.quantization import walk
 from halfbyte.quantization.report import REPORT_FILE
 from halfbyte.quantization.walk import Progress
 from halfbyte.recipe import Recipe
@@ -122,11 +123,36 @@ def test_a_gpu_reads_the_next_block_ahead(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(BlockModel, "load", remember)
     monkeypatch.setattr(BlockModel, "device", torch.device("meta"))
+    monkeypatch.setattr(walk, "_TOKENS_TOGETHER", 1)
     quantize(source, tmp_path / "ahead")
     assert ahead == [1]
     quantize(source, tmp_path / "failing")
     assert ahead == [1, 1]
     assert contents(tmp_path / "ahead") == contents(tmp_path / "plain") == contents(tmp_path / "failing")
+
+
+@pytest.mark.parametrize(("family", "masked"), [("llama", 0), *((family, 7) for family in FAMILIES)])
+def test_a_gpu_runs_samples_together(
+    family: str, masked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here on a CPU that says it is none: what is found differs by roundings."""
+    source = tiny_model(family, tmp_path, dtype=torch.float32)
+    data = samples((48, 64, 48, 48), masked=masked)
+    quantize(source, tmp_path / "alone", data=data)
+    monkeypatch.setattr(BlockModel, "device", torch.device("meta"))
+    quantize(source, tmp_path / "together", data=data)
+    alone, together = (
+        [module for block in report_of(tmp_path / place)["blocks"] for module in block["modules"]]
+        for place in ("alone", "together")
+    )
+    for one, other in zip(alone, together, strict=True):
+        assert (one["module"], one["tokens"]) == (other["module"], other["tokens"])
+        assert other["error_rtn"] == pytest.approx(one["error_rtn"], rel=1e-2), one["module"]
+    # Of the first block, whose inputs are the same.
+    first, second = (
+        report_of(tmp_path / place)["blocks"][0]["routed_tokens"] for place in ("alone", "together")
+    )
+    assert first == second
 
 
 def test_layers_with_one_input_scale_it_in_one_way(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from halfbyte.errors import HalfbyteError
 
 
 class ActivationStore(Protocol):
-    """Hidden states ``[1, T, hidden]`` of samples in order, each with its own length; read to where they wait."""
+    """Hidden states ``[n, T, hidden]`` of samples in order, each with its own length; read to where they wait."""
 
     def __len__(self) -> int: ...
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from halfbyte.errors import HalfbyteError
 
-# Masks grow with the square of the length: past this, lengths seen long ago are found anew when they return.
+# Masks grow with the square of the length: past this, those seen long ago are found anew when they return.
 _CACHED_BYTES = 256 << 20
 _HIDDEN = "hidden_states"
 
@@ -28,16 +28,16 @@ class BlockArguments:
     named: dict[str, Any]
 
     def call(self, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """What ``block`` makes of ``hidden``, ``[1, T, hidden]``."""
+        """What ``block`` makes of ``hidden``, ``[n, T, hidden]``."""
         result = block(hidden, *self.after_hidden, **self.named)
         return result[0] if isinstance(result, tuple) else result
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What happens to one sequence outside the blocks.
+    """What happens to sequences outside the blocks.
 
-    entering: hidden states ``[1, T, hidden]`` that the first block gets. arguments: one per block.
+    entering: hidden states ``[n, T, hidden]`` that the first block gets. arguments: one per block.
     """
 
     entering: torch.Tensor
@@ -53,8 +53,8 @@ class Surroundings:
 class ModelAround:
     """The model's own code with its blocks left out. Sequences are not padded, so that masks follow from lengths.
 
-    Arguments are kept by length. A family whose arguments depend on the tokens as well (found by trying other
-    tokens) has them made for every sequence.
+    Arguments are kept by number and length of sequences. A family whose arguments depend on the tokens as well (found
+    by trying other tokens) has them made every time.
     """
 
     def __init__(self, model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
@@ -62,27 +62,26 @@ class ModelAround:
         self._blocks = blocks
         self._in_tuple = False
         self._follows_tokens: bool | None = None
-        self._by_length: OrderedDict[int, Sequence[BlockArguments]] = OrderedDict()
-        self._bytes: dict[int, int] = {}
+        self._by_shape: OrderedDict[torch.Size, Sequence[BlockArguments]] = OrderedDict()
+        self._bytes: dict[torch.Size, int] = {}
 
     def known(self, ids: torch.Tensor) -> bool:
         """Whether the arguments for ``ids`` are at hand, so that nothing of the model has to run."""
-        return ids.shape[-1] in self._by_length
+        return ids.shape in self._by_shape
 
     def enter(self, ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states ``[1, T, hidden]`` that go into the first block for tokens ``[1, T]``."""
+        """Hidden states ``[n, T, hidden]`` that go into the first block for tokens ``[n, T]``."""
         return self._run(ids).entering
 
     def arguments(self, ids: torch.Tensor) -> Sequence[BlockArguments]:
-        """The arguments of each block for tokens ``[1, T]``."""
-        length = ids.shape[-1]
-        if length not in self._by_length:
+        """The arguments of each block for tokens ``[n, T]``."""
+        if ids.shape not in self._by_shape:
             return self._run(ids).arguments
-        self._by_length.move_to_end(length)
-        return self._by_length[length]
+        self._by_shape.move_to_end(ids.shape)
+        return self._by_shape[ids.shape]
 
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[1, T, vocabulary]`` from what the last block returned."""
+        """Logits ``[n, T, vocabulary]`` from what the last block returned."""
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
 
         def last(*_: Any, **__: Any) -> Any:
@@ -100,15 +99,15 @@ class ModelAround:
         if self._follows_tokens is None:
             self._follows_tokens = _differ(found, self._record(_other_tokens(ids)))
         if not self._follows_tokens:
-            self._keep(ids.shape[-1], found)
+            self._keep(ids.shape, found)
         return found
 
-    def _keep(self, length: int, found: Surroundings) -> None:
-        self._by_length[length] = found.arguments
-        self._by_length.move_to_end(length)
-        self._bytes[length] = sum(tensor.nbytes for tensor in found.tensors)
-        while len(self._by_length) > 1 and sum(self._bytes.values()) > _CACHED_BYTES:
-            oldest, _ = self._by_length.popitem(last=False)
+    def _keep(self, shape: torch.Size, found: Surroundings) -> None:
+        self._by_shape[shape] = found.arguments
+        self._by_shape.move_to_end(shape)
+        self._bytes[shape] = sum(tensor.nbytes for tensor in found.tensors)
+        while len(self._by_shape) > 1 and sum(self._bytes.values()) > _CACHED_BYTES:
+            oldest, _ = self._by_shape.popitem(last=False)
             del self._bytes[oldest]
 
     def _record(self, ids: torch.Tensor) -> Surroundings:

@@ -96,7 +96,7 @@ class BlockModel:
 
     @torch.no_grad()
     def enter(self, ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states ``[1, T, hidden]`` that go into the first block, for tokens ``[1, T]``.
+        """Hidden states ``[n, T, hidden]`` that go into the first block, for tokens ``[n, T]``.
 
         Embeddings are loaded for the first call and stay until :meth:`release` or the end of a :meth:`block`.
         """
@@ -105,7 +105,7 @@ class BlockModel:
 
     @torch.no_grad()
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[1, T, vocabulary]`` for what the last block returned, ``[1, T, hidden]``."""
+        """Logits ``[n, T, vocabulary]`` for what the last block returned, ``[n, T, hidden]``."""
         self._live.load([*self._before, *self._head], in_parts=True)
         try:
             return self._around.leave(hidden.to(self._placed))

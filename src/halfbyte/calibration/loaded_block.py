@@ -20,10 +20,10 @@ from halfbyte.models.layout import ModuleInfo
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence on its way through the blocks.
+    """Sequences of one length on their way through the blocks.
 
-    hidden: ``[1, T, hidden]``, the block's input. ids: tokens ``[1, T]``. name: for messages.
-    counts: bool ``[T]``, the tokens that enter statistics; none for all.
+    hidden: ``[n, T, hidden]``, the block's input. ids: tokens ``[n, T]``. name: for messages.
+    counts: bool ``[n * T]``, the tokens that enter statistics; none for all.
     """
 
     hidden: torch.Tensor
@@ -113,7 +113,7 @@ class LoadedBlock:
 
     @torch.no_grad()
     def run(self, samples: Iterable[Sample]) -> Iterator[torch.Tensor]:
-        """The block's output ``[1, T, hidden]`` for one sample after the other.
+        """The block's output ``[n, T, hidden]`` for one sample after the other.
 
         Errors: NonFiniteError, if an output holds NaN or Inf; it is raised when the next one is asked for.
         """

@@ -72,7 +72,7 @@ class Observer:
         self._moments.next_sample()
 
     def expect(self, counts: torch.Tensor | None) -> None:
-        """Before each sample. counts: bool ``[T]``, the tokens that enter statistics; none for all."""
+        """Before each sample. counts: bool ``[n * T]``, the tokens that enter statistics; none for all."""
         self._counts = None if counts is None else _Counts(len(counts), counts.nonzero().squeeze(1))
         self._moments.next_sample()
 

@@ -63,7 +63,7 @@ def fingerprint(
     """Identity of a calibrated run: what gives the same bytes.
 
     device: where blocks run. dtype: in which. The number of ranks is no part of it: moments are summed in fp64, so that
-    codes come out the same.
+    codes come out the same on a CPU; on a GPU its last bits may differ, which is no reason to lose finished blocks.
     """
     digest = hashlib.sha256(f"{plan.fingerprint} {hardware(device)} {dtype}".encode())
     for sample in samples:

@@ -19,6 +19,7 @@ from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter
 from halfbyte.models.folding import Fold, find_folds
 from halfbyte.models.producers import NormProducer
+from halfbyte.quantization.batches import batched
 from halfbyte.quantization.block_plan import (
     BlockPlan,
     first_entry,
@@ -45,6 +46,7 @@ class Progress:
     tokens_per_s: float | None = None
 
 
+_TOKENS_TOGETHER = 8192
 OnProgress = Callable[[Progress], None]
 
 
@@ -66,7 +68,8 @@ class Walk:
         self._plan = plan
         self._blocks = blocks
         self._model = model
-        self._sequences = samples
+        # A GPU is hardly busy with one sample. On a CPU ranks then see what one alone sees, to the last bit.
+        self._batches = batched(samples, 1 if model.device.type == "cpu" else _TOKENS_TOGETHER)
         self._store = store
         self._writer = writer
         self._known = known
@@ -110,8 +113,8 @@ class Walk:
         return any(entry.name in self._missing for step in steps for entry in step.entries)
 
     def _enter(self) -> None:
-        for sample in self._sequences:
-            self._store.append(self._model.enter(sample.ids[None]))
+        for batch in self._batches:
+            self._store.append(self._model.enter(batch.ids))
         self._model.release()
 
     def _quantize(
@@ -192,16 +195,13 @@ class Walk:
             self._store.replace(number, output)
 
     def _samples(self, index: int, doing: str, begun: float = 0.0) -> Iterator[BlockSample]:
-        """The samples as they enter block ``index``, with progress through a third of its work."""
+        """What enters block ``index``, with progress through a third of its work."""
         started, tokens = time.monotonic(), 0
-        count = len(self._sequences)
-        for number, sample in enumerate(self._sequences):
-            yield BlockSample(
-                self._store.read(number), sample.ids[None], f"sample {number + 1} of {count}", sample.counts
-            )
-            tokens += len(sample.ids)
+        for number, batch in enumerate(self._batches):
+            yield BlockSample(self._store.read(number), batch.ids, batch.name, batch.counts)
+            tokens += batch.ids.numel()
             pace = tokens / max(time.monotonic() - started, 1e-9)
-            self._say(index, begun + (number + 1) / count / 3, doing, tokens_per_s=pace)
+            self._say(index, begun + (number + 1) / len(self._batches) / 3, doing, tokens_per_s=pace)
 
     def _say(
         self,
