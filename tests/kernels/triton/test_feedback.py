@@ -171,16 +171,16 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             run(values, left, values, None, None, wrong, -8, 7, False)
 
 
-@pytest.mark.parametrize("kernel", ["integers_kernel", "numbers_kernel"])
+@pytest.mark.parametrize("kind", ["integers", "numbers"])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_nothing_spills_and_rows_are_stored_whole(
-    kernel: str, capability: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches: list[Launch] = []
     monkeypatch.setattr("triton.knobs.runtime.interpret", True)  # the CPU will do
-    monkeypatch.setattr(feedback, kernel, Recorder(getattr(feedback, kernel), launches))
+    monkeypatch.setattr(feedback, "feedback_kernel", Recorder(feedback.feedback_kernel, launches))
     values, shares = torch.zeros(1, 64, 128), torch.zeros(1, 128, 128)
-    if kernel == "integers_kernel":
+    if kind == "integers":
         feedback.round_integers_with_feedback(
             values, values, values, values, values[..., :1], shares, -8, 7, True
         )

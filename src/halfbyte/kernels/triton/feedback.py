@@ -7,8 +7,6 @@ torch, this is a dozen launches for each input of a layer, and they take ten tim
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -31,69 +29,12 @@ def _nearest(value: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def integers_kernel(
+def feedback_kernel(
     values: tl.tensor,
     left: tl.tensor,
     scales: tl.tensor,
     zero_points: tl.tensor,
     outer: tl.tensor,
-    shares: tl.tensor,
-    codes: tl.tensor,
-    errors: tl.tensor,
-    rows: tl.tensor,
-    share_member: tl.tensor,
-    smallest: tl.tensor,
-    largest: tl.tensor,
-    TWO_LEVELS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PADDED: tl.constexpr,
-) -> None:
-    """Some rows of one member; of the shares, those above the diagonal."""
-    member = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, PADDED)
-    there = row < rows
-    first = (member * rows + row) * COLUMNS
-    inside = there[:, None] & (column < COLUMNS)[None, :]
-    elements = first[:, None] + column[None, :]
-    waiting = tl.load(values + elements, mask=inside, other=0.0)
-    chosen = tl.zeros([ROWS, PADDED], tl.float32)
-    shares += member * share_member
-    channel = tl.full([ROWS], 1.0, tl.float32)
-    if outer is not None:
-        channel = tl.load(outer + member * rows + row, mask=there, other=1.0)
-    for step in range(COLUMNS):
-        here = (column == step)[None, :]
-        value = tl.sum(tl.where(here, waiting, 0.0), axis=1)
-        scale = tl.load(scales + first + step, mask=there, other=1.0)
-        divisor = scale
-        if outer is not None:
-            if TWO_LEVELS:
-                value = _nearest(tl.math.div_rn(value, channel), -_PROTECTED, _PROTECTED)
-            else:
-                divisor = scale * channel
-        zero_point = tl.zeros([ROWS], tl.float32)
-        if zero_points is not None:
-            zero_point = tl.load(zero_points + first + step, mask=there, other=0.0)
-        steps = _nearest(tl.math.div_rn(value, divisor), smallest - zero_point, largest - zero_point)
-        decoded = steps * scale
-        if outer is not None:
-            decoded = decoded * channel
-        error = tl.load(left + first + step, mask=there, other=0.0) - decoded
-        chosen = tl.where(here, (steps + zero_point)[:, None], chosen)
-        behind = (column > step) & (column < COLUMNS)
-        share = tl.load(shares + step * COLUMNS + column, mask=behind, other=0.0)
-        # What has been rounded waits no longer: its error is kept in its place.
-        waiting = tl.where(here, error[:, None], waiting + error[:, None] * share[None, :])
-    tl.store(codes + elements, chosen.to(tl.int8), mask=inside)
-    tl.store(errors + elements, waiting, mask=inside)
-
-
-@triton.jit
-def numbers_kernel(
-    values: tl.tensor,
-    left: tl.tensor,
     numbers: tl.tensor,
     bounds: tl.tensor,
     shares: tl.tensor,
@@ -102,12 +43,17 @@ def numbers_kernel(
     rows: tl.tensor,
     share_member: tl.tensor,
     smallest: tl.tensor,
+    largest: tl.tensor,
+    TWO_LEVELS: tl.constexpr,
     NUMBERS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """As :func:`integers_kernel`, onto ``NUMBERS`` numbers of each element; a value above a bound is the next one's."""
+    """Some rows of one member, onto integers times scales, or onto the numbers of each element if there are any.
+
+    Of the shares, those above the diagonal count. A value above a bound is the next number's.
+    """
     member = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED)
@@ -119,19 +65,39 @@ def numbers_kernel(
     chosen = tl.zeros([ROWS, PADDED], tl.float32)
     shares += member * share_member
     choice = tl.arange(0, NUMBERS)
+    channel = tl.full([ROWS], 1.0, tl.float32)
+    if outer is not None:
+        channel = tl.load(outer + member * rows + row, mask=there, other=1.0)
     for step in range(COLUMNS):
         here = (column == step)[None, :]
         value = tl.sum(tl.where(here, waiting, 0.0), axis=1)
-        table = (first + step)[:, None]
-        bound = tl.load(
-            bounds + table * (NUMBERS - 1) + choice[None, :],
-            mask=there[:, None] & (choice < NUMBERS - 1)[None, :],
-            other=float("inf"),
-        )
-        place = tl.sum((value[:, None] > bound).to(tl.int32), axis=1)
-        decoded = tl.load(numbers + (first + step) * NUMBERS + place, mask=there, other=0.0)
+        if numbers is not None:
+            bound = tl.load(
+                bounds + (first + step)[:, None] * (NUMBERS - 1) + choice[None, :],
+                mask=there[:, None] & (choice < NUMBERS - 1)[None, :],
+                other=float("inf"),
+            )
+            place = tl.sum((value[:, None] > bound).to(tl.int32), axis=1)
+            decoded = tl.load(numbers + (first + step) * NUMBERS + place, mask=there, other=0.0)
+            code = place.to(tl.float32) + smallest
+        else:
+            scale = tl.load(scales + first + step, mask=there, other=1.0)
+            divisor = scale
+            if outer is not None:
+                if TWO_LEVELS:
+                    value = _nearest(tl.math.div_rn(value, channel), -_PROTECTED, _PROTECTED)
+                else:
+                    divisor = scale * channel
+            zero_point = tl.zeros([ROWS], tl.float32)
+            if zero_points is not None:
+                zero_point = tl.load(zero_points + first + step, mask=there, other=0.0)
+            steps = _nearest(tl.math.div_rn(value, divisor), smallest - zero_point, largest - zero_point)
+            decoded = steps * scale
+            if outer is not None:
+                decoded = decoded * channel
+            code = steps + zero_point
         error = tl.load(left + first + step, mask=there, other=0.0) - decoded
-        chosen = tl.where(here, (place + smallest).to(tl.float32)[:, None], chosen)
+        chosen = tl.where(here, code[:, None], chosen)
         behind = (column > step) & (column < COLUMNS)
         share = tl.load(shares + step * COLUMNS + column, mask=behind, other=0.0)
         # What has been rounded waits no longer: its error is kept in its place.
@@ -164,26 +130,8 @@ def round_integers_with_feedback(
     def spread(part: torch.Tensor | None, width: int) -> torch.Tensor | None:
         return None if part is None else part.expand(members, rows, width).contiguous()
 
-    codes, errors = _outputs(values)
-    if values.numel():
-        with on_device(values):
-            integers_kernel[_programs(members, rows)](
-                values,
-                left,
-                spread(scales, columns),
-                spread(zero_points, columns),
-                spread(outer, 1),
-                shares,
-                codes,
-                errors,
-                rows,
-                _between_members(shares),
-                float(smallest),
-                float(largest),
-                TWO_LEVELS=two_levels,
-                **_options(columns),
-            )
-    return codes, errors
+    grid = (spread(scales, columns), spread(zero_points, columns), spread(outer, 1), None, None)
+    return _launch(values, left, grid, shares, smallest, largest, two_levels)
 
 
 @torch.library.custom_op("halfbyte::round_to_numbers_with_feedback", mutates_args=())
@@ -202,30 +150,52 @@ def round_to_numbers_with_feedback(
     """
     members, rows, columns = _checked("round_to_numbers_with_feedback", values, left, shares)
     count = numbers.shape[-1]
-    codes, errors = _outputs(values)
-    if values.numel():
-        with on_device(values):
-            numbers_kernel[_programs(members, rows)](
-                values,
-                left,
-                numbers.expand(members, rows, columns, count).contiguous(),
-                bounds.expand(members, rows, columns, count - 1).contiguous(),
-                shares,
-                codes,
-                errors,
-                rows,
-                _between_members(shares),
-                smallest,
-                NUMBERS=count,
-                **_options(columns),
-            )
-    return codes, errors
+    tables = [
+        part.expand(members, rows, columns, width).contiguous()
+        for part, width in ((numbers, count), (bounds, count - 1))
+    ]
+    return _launch(values, left, (None, None, None, *tables), shares, smallest, smallest + count - 1, False)
 
 
 @round_integers_with_feedback.register_fake
 @round_to_numbers_with_feedback.register_fake
 def _outputs(values: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(values, dtype=torch.int8), torch.empty_like(values)
+
+
+def _launch(
+    values: torch.Tensor,
+    left: torch.Tensor,
+    grid: tuple[torch.Tensor | None, ...],
+    shares: torch.Tensor,
+    smallest: int,
+    largest: int,
+    two_levels: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """grid: scales, zero points, outer scales, numbers and their bounds, each spread over all it is for."""
+    members, rows, columns = values.shape
+    codes, errors = _outputs(values)
+    if values.numel():
+        with on_device(values):
+            feedback_kernel[(triton.cdiv(rows, _ROWS), members)](
+                values,
+                left,
+                *grid,
+                shares,
+                codes,
+                errors,
+                rows,
+                0 if len(shares) == 1 else shares.stride(0),
+                float(smallest),
+                float(largest),
+                TWO_LEVELS=two_levels,
+                NUMBERS=grid[3].shape[-1] if grid[3] is not None else 1,
+                ROWS=_ROWS,
+                COLUMNS=columns,
+                PADDED=triton.next_power_of_2(columns),
+                num_warps=1,
+            )
+    return codes, errors
 
 
 def _checked(op: str, values: torch.Tensor, left: torch.Tensor, shares: torch.Tensor) -> tuple[int, int, int]:
@@ -241,15 +211,3 @@ def _checked(op: str, values: torch.Tensor, left: torch.Tensor, shares: torch.Te
             f"not {described(values)}, {described(left)} and {described(shares)}"
         )
     return members, rows, columns
-
-
-def _programs(members: int, rows: int) -> tuple[int, int]:
-    return triton.cdiv(rows, _ROWS), members
-
-
-def _between_members(shares: torch.Tensor) -> int:
-    return 0 if len(shares) == 1 else shares.stride(0)
-
-
-def _options(columns: int) -> dict[str, Any]:
-    return {"ROWS": _ROWS, "COLUMNS": columns, "PADDED": triton.next_power_of_2(columns), "num_warps": 1}
