@@ -144,7 +144,29 @@ def test_a_redo_that_stops_leaves_the_output_as_it_was(tmp_path: Path, source: P
     assert contents(out) == before
 
 
-def test_shards_that_hold_something_else_are_written_again(tmp_path: Path, source: Path) -> None:
+def test_nothing_is_redone_where_nothing_is(tmp_path: Path) -> None:
+    with pytest.raises(
+        HalfbyteError, match=r"out: is not there, so nothing of it can be redone; accepted: an output"
+    ):
+        opened(tmp_path / "out", redo=["b"])
+    assert not any(tmp_path.iterdir())
+
+
+def test_other_tensors_in_what_is_kept_are_refused(tmp_path: Path, source: Path) -> None:
+    """Another scheme for all would otherwise quantize all anew."""
+    out = tmp_path / "out"
+    complete(out, source)
+    shard = out / "model-00004-of-00005.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content.replace(b'"U8"', b'"I8"') if b'"U8"' in content else b" " + content[1:])
+    with pytest.raises(
+        HalfbyteError, match=r"out: 1 shards that are not to be redone hold other tensors .* \(d, ...\)"
+    ):
+        opened(out, redo=["b"])
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_damaged_shards_are_written_again(tmp_path: Path, source: Path) -> None:
     out = tmp_path / "out"
     complete(out, source)
     shard = out / "model-00004-of-00005.safetensors"

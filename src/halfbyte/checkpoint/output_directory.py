@@ -108,6 +108,7 @@ class OutputDirectory:
                 "command as before, another output, or that directory removed"
             )
         _require_origin(self.partial, found.origin, manifest.origin)
+        _require_planned(self.partial, redo, shards)
         self._say_redoing(kept, shards)
         return kept
 
@@ -116,8 +117,14 @@ class OutputDirectory:
     ) -> set[str]:
         """Nothing of the partial directory is kept; of OUT, as hard links or copies, what is not to be redone."""
         kept = _others(redo, shards, self.out) if redo else []
-        if redo and kept:
-            _require_origin(self.out, redo.origin_of(self.out), manifest.origin)
+        if redo:
+            if not self.out.exists():
+                raise HalfbyteError(
+                    f"{self.out}: is not there, so nothing of it can be redone; accepted: an output, finished or not"
+                )
+            if kept:
+                _require_origin(self.out, redo.origin_of(self.out), manifest.origin)
+            _require_planned(self.out, redo, shards)
         if found is not None and found.plan is not None:
             self.notes.append(
                 f"discarded {self.partial}: it was written for another source, recipe or options"
@@ -239,3 +246,23 @@ def _is_finished(file: Path, shard: Shard) -> bool:
         return False
     with file.open("rb") as opened:
         return opened.read(len(shard.header)) == shard.header
+
+
+def _require_planned(folder: Path, redo: Redo, shards: Sequence[Shard]) -> None:
+    """Errors: shards in ``folder`` that are not to be redone and hold other tensors than are planned."""
+    asked = redo.files(shards)
+    other = [shard for shard in shards if shard.file not in asked and _differs(folder / shard.file, shard)]
+    if other:
+        raise HalfbyteError(
+            f"{folder}: {len(other)} shards that are not to be redone hold other tensors than this recipe plans "
+            f"({other[0].entries[0].name}, ...); accepted: the schemes that it has for all that is kept"
+        )
+
+
+def _differs(file: Path, shard: Shard) -> bool:
+    """Whether a file is there and has another header. (A damaged or lost one is written again.)"""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(shard.header)) != shard.header
+    except FileNotFoundError:
+        return False
