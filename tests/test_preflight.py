@@ -253,6 +253,12 @@ def test_w4a8_expert_sizes_are_those_of_a_rank() -> None:
     assert message == "[256, 128] per rank: vLLM's W4A8 expert kernel needs multiples of 256 (4 modules)"
 
 
+def test_what_is_rounded_for_vllms_kernel_should_run_there() -> None:
+    found = findings(mixture(inner=512), Recipe(target="vllm"), tp=4)
+    message = one(found, "warning", "model.layers.*.mlp.experts.*.down_proj")
+    assert message == "[256, 128] per rank: vLLM's W4A8 expert kernel needs multiples of 256 (4 modules)"
+
+
 def test_block_fp8_that_is_ragged() -> None:
     found = findings(llama(hidden=576, inner=1536, kv=192), Recipe(scheme="fp8_per_block"))
     assert messages(found, "error") == []

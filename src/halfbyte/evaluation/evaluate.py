@@ -119,4 +119,6 @@ def _start_token(tokenizer: Any) -> int:
 def _check_context(model: Any, context: int, whose: str) -> None:
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if longest is not None and context > longest:
-        raise HalfbyteError(f"context {context} is longer than {whose}'s {longest} positions")
+        raise HalfbyteError(
+            f"context {context} is longer than {whose}'s {longest} positions; accepted: 2 to {longest}"
+        )

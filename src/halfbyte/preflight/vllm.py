@@ -21,7 +21,10 @@ _EXPERT_MULTIPLE = 256
 
 
 def check_vllm(findings: Findings, layout: ModelLayout, assignment: Assignment, tp: int) -> None:
-    """Notes for quantized modules that vLLM would refuse or run on a slower kernel; sizes are a rank's."""
+    """Notes for quantized modules that vLLM would refuse or run on a slower kernel; sizes are a rank's.
+
+    Of modules whose target is vLLM's kernel, they are warnings.
+    """
     groups: dict[str, list[ModuleInfo]] = {}
     for module in layout.modules:
         if assignment.schemes[module.name] is not None and module.role is not Role.LM_HEAD:
@@ -36,7 +39,7 @@ def check_vllm(findings: Findings, layout: ModelLayout, assignment: Assignment, 
         else:
             continue
         for complaint in complaints:
-            findings.add_module("note", key, complaint)
+            findings.add_module("warning" if scheme.target == "vllm" else "note", key, complaint)
 
 
 def _is_w4a8(scheme: Scheme) -> bool:
