@@ -220,16 +220,17 @@ def test_the_first_sample_that_is_not_finite_is_named(tmp_path: Path) -> None:
             pass
 
 
-def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("leaf", ["mlp.down_proj", "input_layernorm"])
+def test_a_tensor_that_is_not_finite_is_named(leaf: str, tmp_path: Path) -> None:
     model = opened(tiny_model("llama", tmp_path, torch.float32))
     with model.block(1) as block:
-        block.require_finite(block.modules)
-        name = "model.layers.1.mlp.down_proj"
-        weight = block.weight(name)
-        weight[3, 5] = torch.nan
-        block.put(name, weight)
-        with pytest.raises(NonFiniteError, match=rf"^{name}: its weight holds NaN or Inf"):
-            block.require_finite(block.modules)
+        block.require_finite()
+        name = f"model.layers.1.{leaf}.weight"
+        values = block.parameter(name)
+        values.view(-1)[7] = torch.nan
+        block.put_parameter(name, values)
+        with pytest.raises(NonFiniteError, match=rf"^{name}: holds NaN or Inf"):
+            block.require_finite()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2", "phi3"])

@@ -100,15 +100,12 @@ class LoadedBlock:
         """Puts ``values`` in the place of the stored tensor ``tensor``, from now on. Errors: another shape."""
         _overwrite(tensor, self._stored(tensor), values)
 
-    def require_finite(self, names: Iterable[str]) -> None:
-        """Errors: NonFiniteError with the first of the modules ``names`` whose weight holds NaN or Inf."""
-        asked = [*names]
-        if not asked:
-            return
-        sound = torch.stack([self._view(name).isfinite().all() for name in asked]).tolist()
+    def require_finite(self) -> None:
+        """Errors: NonFiniteError with the first stored tensor of the block that holds NaN or Inf."""
+        sound = torch.stack([self._live.stored(name).isfinite().all() for name in self.tensors]).tolist()
         if False in sound:
             raise NonFiniteError(
-                f"{asked[sound.index(False)]}: its weight holds NaN or Inf; accepted: finite weights only"
+                f"{self.tensors[sound.index(False)]}: holds NaN or Inf; accepted: finite numbers only"
             )
 
     @torch.no_grad()

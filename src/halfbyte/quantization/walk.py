@@ -123,7 +123,7 @@ class Walk:
         """forward: later blocks need to know what this one puts out. following: the block that is loaded next."""
         quantized = quantize_steps(steps)
         with self._model.block(index) as block, ThreadPoolExecutor(2) as background:
-            block.require_finite(step.module.name for step in quantized)
+            block.require_finite()
             result = quantize_block(
                 block,
                 quantized,
