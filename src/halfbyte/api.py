@@ -56,7 +56,7 @@ def quantize(
         ``default`` without it.
     device: where blocks are calibrated; ``auto`` is a GPU if there is one. Each rank of ``torchrun`` takes its own.
     redo: with data, patterns of modules whose blocks are quantized again; the others stay as OUT (or an unfinished
-        run) has them, which must be of the same source, rotation and target.
+        run) has them, which must be of the same source, rotation, target and schemes.
     tp: tensor-parallel ranks that will serve the result; sizes that would not divide are refused.
     on_start, on_progress: without data, called with the source bytes of the whole job, then with those just done.
     on_block: with data, called as blocks go through.

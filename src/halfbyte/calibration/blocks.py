@@ -1,4 +1,4 @@
-"""A model that runs one decoder block at a time, so that one of them has to be in memory."""
+"""A model that runs one decoder block at a time, so that the others need not be in memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from halfbyte.calibration.loaded_block import LoadedBlock
 from halfbyte.calibration.places import Places, find_places
 from halfbyte.calibration.skeleton import build_skeleton, entry_dtypes, find_blocks
 from halfbyte.errors import HalfbyteError
+from halfbyte.formats.scales import FLOAT_SCALE_DTYPES
 from halfbyte.models.layout import ModelLayout
 
 
@@ -57,13 +58,14 @@ class BlockModel:
     ) -> BlockModel:
         """The model of ``source``, whose layout is ``layout``; reads no weight yet.
 
-        dtype: to compute in; fp32 on a CPU and bf16 elsewhere unless given.
+        dtype: to compute in; unless given, fp32 on a CPU and elsewhere what the weights are stored in, so that none is
+            rounded when it is loaded.
         Errors: a model that transformers cannot build, that the checkpoint does not fill, whose tensors it
         converts in ways not known here, or whose blocks cannot be found.
         """
         device = torch.device(device)
         if dtype is None:
-            dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+            dtype = torch.float32 if device.type == "cpu" else FLOAT_SCALE_DTYPES[source.model_dtype]
         model = build_skeleton(source.config, device=device, dtype=dtype)
         try:
             places = find_places(model, source.shapes, layout)

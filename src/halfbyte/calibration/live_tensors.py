@@ -36,6 +36,10 @@ class TensorSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Stored tensor name -> shape."""
 
+    @property
+    def model_dtype(self) -> str:
+        """``bf16``, ``f16`` or ``f32``: what the model computes in."""
+
     def load(self, name: str) -> torch.Tensor:
         """One stored tensor, on the CPU."""
 

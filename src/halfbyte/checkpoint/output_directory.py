@@ -242,8 +242,10 @@ def _others(redo: Redo, shards: Sequence[Shard], folder: Path) -> list[Shard]:
 
 
 def _is_finished(file: Path, shard: Shard) -> bool:
-    if not file.is_file() or file.stat().st_size != shard.size:
-        return False
+    return file.is_file() and file.stat().st_size == shard.size and _has_header(file, shard)
+
+
+def _has_header(file: Path, shard: Shard) -> bool:
     with file.open("rb") as opened:
         return opened.read(len(shard.header)) == shard.header
 
@@ -251,18 +253,11 @@ def _is_finished(file: Path, shard: Shard) -> bool:
 def _require_planned(folder: Path, redo: Redo, shards: Sequence[Shard]) -> None:
     """Errors: shards in ``folder`` that are not to be redone and hold other tensors than are planned."""
     asked = redo.files(shards)
-    other = [shard for shard in shards if shard.file not in asked and _differs(folder / shard.file, shard)]
+    there = [shard for shard in shards if shard.file not in asked and (folder / shard.file).is_file()]
+    # One that is damaged or lost is written again.
+    other = [shard for shard in there if not _has_header(folder / shard.file, shard)]
     if other:
         raise HalfbyteError(
             f"{folder}: {len(other)} shards that are not to be redone hold other tensors than this recipe plans "
             f"({other[0].entries[0].name}, ...); accepted: the schemes that it has for all that is kept"
         )
-
-
-def _differs(file: Path, shard: Shard) -> bool:
-    """Whether a file is there and has another header. (A damaged or lost one is written again.)"""
-    try:
-        with file.open("rb") as opened:
-            return opened.read(len(shard.header)) != shard.header
-    except FileNotFoundError:
-        return False

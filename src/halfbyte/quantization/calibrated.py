@@ -13,13 +13,11 @@ from halfbyte.calibration.blocks import BlockModel
 from halfbyte.calibration.ranks import Ranks
 from halfbyte.calibration.samples import CalibrationSet, Sample
 from halfbyte.checkpoint.output_directory import refuse_to_replace_source
-from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.redo import Redo
 from halfbyte.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from halfbyte.errors import HalfbyteError
-from halfbyte.formats.scales import FLOAT_SCALE_DTYPES
 from halfbyte.models.config_fields import read_config
-from halfbyte.models.folding import find_folds
+from halfbyte.models.folding import Folds, find_folds
 from halfbyte.quantization.block_plan import (
     by_block,
     fingerprint,
@@ -60,7 +58,7 @@ def run_calibrated(
     A run that was interrupted goes on after its last finished block, and gives the same bytes.
     redo: patterns of modules whose blocks are quantized again, with this recipe and data; all other blocks stay as an
     unfinished run or OUT has them (those behind a redone one were calibrated on what it put out before). They must be
-    of the same source, rotation and target.
+    of the same source, rotation, target and schemes.
     ranks: all take part with the same arguments and a share of the samples; the first one writes.
     Errors: NaN or Inf in a weight or a block's output; a full disk; ``out`` exists without ``overwrite``; finished
     blocks of another run in its place; blocks to be kept that are of another source, rotation or target, or of which
@@ -69,9 +67,10 @@ def run_calibrated(
     checkpoint = plan.checkpoint
     for source in {checkpoint.path, *(info.file for info in checkpoint.tensors.values())}:
         refuse_to_replace_source(Path(out), source)
-    kernel_targets(plan)
-    model = BlockModel.open(checkpoint, plan.layout, device=device, dtype=_compute_dtype(device, checkpoint))
-    _refuse_two_scalings(plan)
+    targets = kernel_targets(plan)
+    folds = find_folds(plan.layout, checkpoint.shapes, checkpoint.config)
+    _refuse_two_scalings(plan, folds)
+    model = BlockModel.open(checkpoint, plan.layout, device=device)
     blocks = by_block(plan, model)
     with ExitStack() as stack:
         output: CheckpointWriter | Follower
@@ -102,7 +101,7 @@ def run_calibrated(
         )
         stack.callback(store.close)
         known = read_reports(Path(out)) if redo else {}
-        walk = Walk(plan, blocks, model, sequences, store, output, known, on_progress)
+        walk = Walk(plan, targets, folds, blocks, model, sequences, store, output, known, on_progress)
         reports = list(walk.all_blocks())
         notes = [*plan_notes(plan), *data.report.notes, *unseen_notes(plan, blocks.outside), *walk.notes]
         document = run_report(
@@ -122,15 +121,10 @@ def run_calibrated(
     )
 
 
-def _compute_dtype(device: torch.device | str, checkpoint: Checkpoint) -> torch.dtype:
-    """fp32 on a CPU; elsewhere what the weights are stored in, so that none is rounded before it is quantized."""
-    return torch.float32 if torch.device(device).type == "cpu" else FLOAT_SCALE_DTYPES[checkpoint.model_dtype]
-
-
-def _refuse_two_scalings(plan: QuantizationPlan) -> None:
+def _refuse_two_scalings(plan: QuantizationPlan, folds: Folds) -> None:
     """Errors: layers that read one input, whose methods would scale it in two ways."""
     methods = plan.assignment.methods
-    for fold in find_folds(plan.layout, plan.checkpoint.shapes, plan.checkpoint.config).folds:
+    for fold in folds.folds:
         scalings = {methods[name].scaling: name for name in fold.consumers if name in methods}
         wanted = {scaling: name for scaling, name in scalings.items() if scaling}
         if len(wanted) > 1:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from halfbyte.algorithms.targets import Target
 from halfbyte.calibration.activations import ActivationStore
 from halfbyte.calibration.blocks import BlockModel
 from halfbyte.calibration.loaded_block import LoadedBlock
@@ -17,17 +18,12 @@ from halfbyte.calibration.samples import Sample
 from halfbyte.checkpoint.quantized_weight import decode, encode
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter
-from halfbyte.models.folding import Fold, find_folds
+from halfbyte.models.folding import Fold, Folds
 from halfbyte.models.producers import NormProducer
 from halfbyte.quantization.batches import batched
-from halfbyte.quantization.block_plan import (
-    BlockPlan,
-    first_entry,
-    quantize_steps,
-)
+from halfbyte.quantization.block_plan import BlockPlan, first_entry, quantize_steps
 from halfbyte.quantization.block_step import QuantizedBlock, quantize_block
 from halfbyte.quantization.follower import Follower
-from halfbyte.quantization.kernel_targets import kernel_targets
 from halfbyte.quantization.plan import Copy, QuantizationPlan, Step
 from halfbyte.quantization.report import BlockReport
 
@@ -56,6 +52,8 @@ class Walk:
     def __init__(
         self,
         plan: QuantizationPlan,
+        targets: Mapping[str, Target],
+        folds: Folds,
         blocks: BlockPlan,
         model: BlockModel,
         samples: Sequence[Sample],
@@ -64,7 +62,7 @@ class Walk:
         known: Mapping[str, BlockReport],
         on_progress: OnProgress | None,
     ) -> None:
-        """known: reports of blocks that were quantized by a run that is complete."""
+        """targets, folds: of the model. known: reports of blocks that were quantized by a run that is complete."""
         self._plan = plan
         self._blocks = blocks
         self._model = model
@@ -75,11 +73,10 @@ class Walk:
         self._known = known
         self._on_progress = on_progress
         self._missing = {entry.name for entry in writer.missing()}
-        self._targets = kernel_targets(plan)
+        self._targets = targets
         self._modules = {module.name: module for module in plan.layout.modules}
-        found = find_folds(plan.layout, plan.checkpoint.shapes, plan.checkpoint.config)
-        self._folds = found.folds
-        self.notes = _unscaled(plan, found.left_out)
+        self._folds = folds.folds
+        self.notes = _unscaled(plan, folds.left_out)
 
     def all_blocks(self) -> Iterator[BlockReport]:
         """Every block's report; those that were not finished are quantized and written."""

@@ -13,10 +13,9 @@ import triton.language as tl
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.qoq import PROTECTED_RANGE
+from halfbyte.kernels.triton.row_math import TO_INTEGER
 from halfbyte.kernels.triton.rows import described, on_device
 
-# Added to a small fp32 number and taken away, it leaves the nearest integer, ties to even.
-_TO_INTEGER = tl.constexpr(1.5 * 2**23)
 _PROTECTED = tl.constexpr(float(PROTECTED_RANGE))
 # A program is one warp, which waits for no other, and has a row's 128 columns in four values of each thread.
 _ROWS = 4
@@ -25,7 +24,7 @@ _ROWS = 4
 @triton.jit
 def _nearest(value: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
     """The nearest integer, ties to even, between two integers."""
-    return tl.minimum(tl.maximum(value, low), high) + _TO_INTEGER - _TO_INTEGER
+    return tl.minimum(tl.maximum(value, low), high) + TO_INTEGER - TO_INTEGER
 
 
 @triton.jit

@@ -17,7 +17,7 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 _LIFT = tl.constexpr(2.0**64)
 # Added to a small fp32 number, it leaves the nearest integer, ties to even, in the lowest bits.
-_TO_INTEGER = tl.constexpr(1.5 * 2**23)
+TO_INTEGER = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def store_int8(
     DTYPE: tl.constexpr,
 ) -> None:
     """Write the INT8 codes of a tile: 0 where the scale is NaN. No quotient of a row leaves [-127, 127]."""
-    integers = (divided(values, scale, DTYPE) + _TO_INTEGER).to(tl.int32, bitcast=True)
+    integers = (divided(values, scale, DTYPE) + TO_INTEGER).to(tl.int32, bitcast=True)
     tile = tl.where(scale == scale, integers, 0).to(tl.int8)
     tl.store(codes + columns, tile, mask=columns < COLUMNS)
 
