@@ -8,19 +8,21 @@ _KINDS = {
     "bf16": ("k16.f32.bf16.bf16", "1, 1, 0"),
     "f16": ("k16.f32.f16.f16", "1, 1, 0"),
     "tf32": ("k8.f32.tf32.tf32", "1, 1"),
+    "s8": ("k32.s32.s8.s8", ""),
 }
 
 
 def warpgroup_mma(columns: int, operands: str, name: str) -> str:
     """A function ``name(sum, a, b, accumulate)``: ``sum (+)= a @ b`` for 64 rows, ``columns`` columns, 32 bytes of K.
 
-    sum: a thread's numbers, fp32 or pairs of fp16; a: four registers a thread (PTX ISA, wgmma, register fragments of D
-    and A). b: descriptor of a K-major tile.
+    sum: a thread's numbers, fp32, int32 or pairs of fp16; a: four registers a thread (PTX ISA, wgmma, register
+    fragments of D and A). b: descriptor of a K-major tile.
     """
     shape, modifiers = _KINDS[operands]
     in_fp16 = shape.startswith("k32.f16")
     count = columns // (4 if in_fp16 else 2)
-    word, register = ("u32", "r") if in_fp16 else ("float", "f")
+    word, register = ("u32", "r") if in_fp16 else ("int", "r") if "s32" in shape else ("float", "f")
+    modifiers = f", {modifiers}" if modifiers else ""
     sums = ", ".join(f"%{i}" for i in range(count))
     a = ", ".join(f"%{count + i}" for i in range(4))
     outputs = ", ".join(f'"+{register}"(sum[{i}])' for i in range(count))
@@ -32,7 +34,7 @@ __device__ __forceinline__ void {name}(
         "{{\\n.reg .pred p;\\n"
         "setp.ne.b32 p, %{count + 5}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{columns}{shape} "
-        "{{{sums}}}, {{{a}}}, %{count + 4}, p, {modifiers};\\n}}"
+        "{{{sums}}}, {{{a}}}, %{count + 4}, p{modifiers};\\n}}"
         : {outputs}
         : {inputs}, "l"(b), "r"(static_cast<int>(accumulate)));
 }}

@@ -247,6 +247,12 @@ __device__ __forceinline__ void settle(float (&sums)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sums[i]));
 }
 
+template <int N>
+__device__ __forceinline__ void settle(int (&sums)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(sums[i]));
+}
+
 // The descriptor of a K-major tile with rows of 128 or 32 bytes, eight of which lie together, in the swizzle of as many
 // bytes that the accelerator writes (PTX ISA, matrix descriptor). Sixteen bytes on are one more.
 template <int ROW_BYTES>

@@ -1,0 +1,49 @@
+"""A block whose groups have integer scales and zero points: QoQ's second level (:mod:`halfbyte.formats.qoq`).
+
+With t = 32 w + 4 r + q, thread t's word p of k-step s (as in :mod:`w4a8_codes`) has inputs 32 s + 16 p + 4 q + i in byte
+i: row 16 w + r in the low half and row 16 w + r + 8 in the high half, as code + 8. A group's scale from 1 to 16 and zero
+point are the byte ``(scale - 1) << 4 | zero point + 8``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from halfbyte.kernels.hopper.blocks import CODE_BYTES, INPUTS, ROWS, BlockFormat
+
+
+@cache
+def block_format(group_size: int) -> BlockFormat:
+    """Of groups of 32, 64 or 128 inputs."""
+    return BlockFormat(group_size, torch.uint8)
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """int8 ``[N, K]`` in -8..7, whole blocks, as uint8 ``[N / 64, K / 128, 4096]``."""
+    n, k = codes.shape
+    # n64, w, set, r, k128, half, step, p, q, i
+    fragments = (codes + 8).to(torch.uint8).view(n // ROWS, 4, 2, 8, k // INPUTS, 2, 2, 2, 4, 4)
+    low, high = fragments.unbind(2)
+    # n64, w, r, k128, half, step, p, q, i -> n64, k128, half, w, r, q, step, p, i
+    packed = (low | high << 4).permute(0, 3, 4, 1, 2, 7, 5, 6, 8)
+    return packed.reshape(n // ROWS, k // INPUTS, CODE_BYTES)
+
+
+def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`pack_codes`."""
+    n64, k128, _ = packed.shape
+    ordered = packed.reshape(n64, k128, 2, 4, 8, 4, 2, 2, 4).permute(0, 3, 4, 1, 2, 6, 7, 5, 8)
+    codes = torch.stack([ordered & 15, ordered >> 4], dim=2).to(torch.int8) - 8
+    return codes.reshape(n64 * ROWS, k128 * INPUTS)
+
+
+def pack_levels(scales: torch.Tensor, zero_points: torch.Tensor) -> torch.Tensor:
+    """int8 scales in 1..16 and zero points in -8..7 as uint8."""
+    return ((scales.to(torch.int16) - 1) << 4 | zero_points.to(torch.int16) + 8).to(torch.uint8)
+
+
+def unpack_levels(levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of :func:`pack_levels`."""
+    return ((levels >> 4) + 1).to(torch.int8), (levels & 15).to(torch.int8) - 8

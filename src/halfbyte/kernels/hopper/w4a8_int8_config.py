@@ -1,0 +1,70 @@
+"""Configurations of the W4A8 kernel on INT8 tensor cores. Begun with those of the kernel with FP8 scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
+from halfbyte.kernels.hopper.config import ANY, QUANTUM, WAVE, Table, TileConfig, up
+
+_LEVELS_BYTES = 256 * 8
+
+
+@dataclass(frozen=True)
+class W4A8Int8Config(TileConfig):
+    """See :class:`TileConfig`."""
+
+    def takes(self, fmt: BlockFormat) -> bool:
+        # Blocks that are unrolled together go through all stages, and through both sets where a block is one step.
+        unrolled = QUANTUM // self.stages * self.stages
+        rounds = unrolled > 0 and unrolled % 2 == 0
+        return rounds and self.stage_blocks == self.parts == 1 and (self.tokens <= 128 or self.split == 1)
+
+    def shared_bytes(self, fmt: BlockFormat) -> int:
+        total = up(self.stages * self.tokens * INPUTS + self.staged_bytes, 128)
+        total += self.stages * self.warpgroups * fmt.nbytes
+        total = up(total, 16) + _LEVELS_BYTES + self.warpgroups * self.tokens * 4
+        return up(total + self.pipeline_bytes, 1024)
+
+
+TABLE = Table(
+    (
+        (8, WAVE // 2, ANY, W4A8Int8Config(8, 64, split=8, blocks_per_sm=4)),
+        (8, WAVE, ANY, W4A8Int8Config(8, 64, split=4, blocks_per_sm=4)),
+        (8, WAVE * 2, ANY, W4A8Int8Config(8, 128, split=2, blocks_per_sm=2)),
+        (8, WAVE * 6, ANY, W4A8Int8Config(8, 128, blocks_per_sm=2)),
+        (8, ANY, ANY, W4A8Int8Config(8, 256, rest=W4A8Int8Config(8, 192))),
+        (16, WAVE // 2, ANY, W4A8Int8Config(16, 64, split=8, stages=6, blocks_per_sm=4)),
+        (16, WAVE, ANY, W4A8Int8Config(16, 128, split=4, stages=6, blocks_per_sm=2)),
+        (16, WAVE * 2, ANY, W4A8Int8Config(16, 128, split=2, blocks_per_sm=2)),
+        (16, WAVE * 6, ANY, W4A8Int8Config(16, 128, blocks_per_sm=2)),
+        (16, ANY, ANY, W4A8Int8Config(16, 256, rest=W4A8Int8Config(16, 192))),
+        (32, WAVE // 2, ANY, W4A8Int8Config(32, 64, split=4, blocks_per_sm=2)),
+        (32, WAVE, ANY, W4A8Int8Config(32, 64, split=2, blocks_per_sm=2)),
+        (32, WAVE * 2, ANY, W4A8Int8Config(32, 128, split=2, blocks_per_sm=2)),
+        (32, ANY, ANY, W4A8Int8Config(32, 128, blocks_per_sm=2)),
+        (64, WAVE // 2, ANY, W4A8Int8Config(64, 64, split=4, stages=4, blocks_per_sm=2)),
+        (64, WAVE, ANY, W4A8Int8Config(64, 64, split=2, blocks_per_sm=2)),
+        (64, WAVE * 2, ANY, W4A8Int8Config(64, 128)),
+        (64, ANY, ANY, W4A8Int8Config(64, 256, stages=6, rest=W4A8Int8Config(64, 192))),
+        (128, WAVE // 2, ANY, W4A8Int8Config(128, 64, split=4, blocks_per_sm=2)),
+        (128, WAVE, ANY, W4A8Int8Config(128, 128, split=2)),
+        (128, WAVE * 2, ANY, W4A8Int8Config(128, 128)),
+        (
+            128,
+            ANY,
+            ANY,
+            W4A8Int8Config(128, 256, stages=4, rest=W4A8Int8Config(128, 192, stages=6)),
+        ),
+        (256, WAVE // 2, 8192, W4A8Int8Config(128, 64, split=2, blocks_per_sm=2)),
+        (256, WAVE // 2, ANY, W4A8Int8Config(128, 128, split=2, stages=6)),
+        (256, WAVE, ANY, W4A8Int8Config(256, 64, stages=4)),
+        (256, WAVE * 3 // 2, ANY, W4A8Int8Config(128, 192, stages=6)),
+        (256, ANY, ANY, W4A8Int8Config(256, 128, stages=4, rest=W4A8Int8Config(128, 128))),
+        (512, WAVE // 2, ANY, W4A8Int8Config(256, 64, stages=4)),
+        (512, WAVE * 3 // 4, ANY, W4A8Int8Config(128, 192, stages=6)),
+        (512, WAVE, ANY, W4A8Int8Config(256, 128, stages=4)),
+        (512, ANY, ANY, W4A8Int8Config(256, 128, stages=4, share=2, rest=W4A8Int8Config(128, 128))),
+        (ANY, ANY, ANY, W4A8Int8Config(256, 128, stages=4, share=2)),
+    )
+)
