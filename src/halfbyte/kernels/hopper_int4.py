@@ -71,7 +71,7 @@ class _HopperInt4(ABC):
             is_hopper(problem),
             "is made of Hopper's own instructions (compute capability 9.0)",
         )
-        yield _has_bindings(), "needs the package cuda-bindings, which torch for CUDA brings"
+        yield has_bindings(), "needs the package cuda-bindings, which torch for CUDA brings"
 
     def prepare(
         self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None
@@ -231,5 +231,5 @@ def _repeats(problem: LinearProblem) -> int:
     return max(size // INPUTS, 1)
 
 
-def _has_bindings() -> bool:
+def has_bindings() -> bool:
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None

@@ -14,6 +14,7 @@ from halfbyte.kernels.dequantize import Dequantize
 from halfbyte.kernels.dequantize_fp8_scales import DequantizeFp8Scales
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A8Fp32Sums, HopperW4A16
+from halfbyte.kernels.hopper_int8 import HopperW4A8Int8
 from halfbyte.kernels.problem import Kernel, LinearProblem
 from halfbyte.kernels.reference import Reference
 from halfbyte.kernels.scaled_mm import ScaledMM, ScaledMMBlocks
@@ -29,6 +30,7 @@ KERNELS: tuple[Kernel, ...] = (
     HopperW4A8Fp32Sums(),
     HopperW4A8Fp8Scales(),
     HopperW4A16(),
+    HopperW4A8Int8(),
     ScaledMM(),
     ScaledMMBlocks(),
     TritonW4A8(),

@@ -106,7 +106,7 @@ class TritonW4A8(QuantizesTokens):
     ) -> Prepared:
         """Errors: two-level weights outside of INT8, which no writer that follows QoQ makes."""
         if is_two_level(q.format):
-            _refuse_beyond_int8(q)
+            refuse_beyond_int8(q)
         span = layout.byte_span(_group_size(problem))
         if _by_magnitude(problem):
             codes = layout.pack_spans(layout.encode_magnitude(q.codes), span, parts=2, filler=0)
@@ -263,7 +263,7 @@ def _quantized(x: torch.Tensor, prepared: Prepared) -> tuple[torch.Tensor, torch
     return quantized_inputs(x, activations, prepared.input_scale)
 
 
-def _refuse_beyond_int8(q: QuantizedTensor) -> None:
+def refuse_beyond_int8(q: QuantizedTensor) -> None:
     values = q.codes.to(torch.int16).unflatten(-1, (q.scales.shape[-1], -1))
     if q.zero_points is not None:
         values -= q.zero_points.unsqueeze(-1)

@@ -1,8 +1,9 @@
 """A block whose groups have integer scales and zero points: QoQ's second level (:mod:`halfbyte.formats.qoq`).
 
-With t = 32 w + 4 r + q, thread t's word p of k-step s (as in :mod:`w4a8_codes`) has inputs 32 s + 16 p + 4 q + i in byte
-i: row 16 w + r in the low half and row 16 w + r + 8 in the high half, as code + 8. A group's scale from 1 to 16 and zero
-point are the byte ``(scale - 1) << 4 | zero point + 8``.
+With t = 32 w + 4 r + q, byte i of thread t's word p of k-step s (as in :mod:`w4a8_codes`) has input
+32 s + 16 p + 4 q + i:
+row 16 w + r in the low half and row 16 w + r + 8 in the high half, as code + 8. A group's scale from 1 to 16 and
+zero point are the byte ``(scale - 1) << 4 | zero point + 8``.
 """
 
 from __future__ import annotations
