@@ -13,6 +13,7 @@ from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat, pack_blocks, unp
 from halfbyte.kernels.hopper.workspace import reserve
 from halfbyte.kernels.hopper_int4 import has_bindings
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
+from halfbyte.kernels.quantized_inputs import QuantizedInputs
 from halfbyte.kernels.triton.linear_conditions import (
     HALVES,
     LARGEST_INT8_K,
@@ -89,17 +90,27 @@ class HopperW4A8Int8:
         size = problem.scheme.weights.group_size or INPUTS
         return layout.block_format(min(size, INPUTS))
 
-    def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
-        from halfbyte.kernels.hopper.w4a8_int8 import w4a8_int8_linear
+    def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
+        """INT8 codes ``[M, in]`` and their scales; no sums."""
         from halfbyte.kernels.triton.linear_inputs import quantized_inputs
 
-        problem, tensors = prepared.problem, prepared.tensors
         codes, scales = quantized_inputs(x, INT8_TOKEN, None)
+        return QuantizedInputs(codes, scales, scales.new_empty(len(x), 0))
+
+    def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self.run_quantized(self.quantize(x, prepared), prepared, bias)
+
+    def run_quantized(
+        self, inputs: QuantizedInputs, prepared: Prepared, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        from halfbyte.kernels.hopper.w4a8_int8 import w4a8_int8_linear
+
+        problem, tensors = prepared.problem, prepared.tensors
         if bias is not None:
             bias = bias.to(problem.dtype)
         size = self.block_format(prepared).group_size
         return w4a8_int8_linear(
-            codes, scales, tensors["weight"], tensors["channels"], bias, size, problem.dtype
+            inputs.codes, inputs.scales, tensors["weight"], tensors["channels"], bias, size, problem.dtype
         )
 
 

@@ -12,13 +12,14 @@ import torch
 from halfbyte.bench.kernels.contender import Contender, MissingError, Task, linear
 from halfbyte.bench.kernels.operands import Operands, Shape
 from halfbyte.bench.kernels.timing import rotation
+from halfbyte.kernels.hopper_int8 import HopperW4A8Int8
 from halfbyte.kernels.problem import Kernel, LinearProblem
 from halfbyte.kernels.quantized_inputs import SharedInputsKernel, can_share_inputs
 from halfbyte.kernels.registry import KERNELS, explain
 from halfbyte.schemes import PRESETS, Scheme
 
 SCHEMES = {
-    "w4a8_linear": ("w4a8",),
+    "w4a8_linear": ("w4a8", "w4a8-int8"),
     "w4a16_linear": ("w4a16", "w4a16-asym"),
     "fp8_linear": ("fp8", "fp8_per_tensor", "fp8_per_block"),
     "int8_linear": ("w8a8-int8",),
@@ -30,7 +31,7 @@ def scheme_of(name: str, group_size: int | None) -> Scheme:
     """The preset with its scale dtype settled, and INT4 weights in groups of ``group_size`` (none: per channel)."""
     scheme = PRESETS[name]
     weights = scheme.weights.with_scale("bf16")
-    if weights.element == "int4":
+    if weights.element == "int4" and (group_size or weights.outer is None):
         granularity = "group" if group_size else "channel"
         weights = replace(weights, granularity=granularity, group_size=group_size)
     return replace(scheme, weights=weights)
@@ -70,7 +71,7 @@ def _of_kernel(kernel: Kernel, op: str, scheme: Scheme, from_bf16: bool) -> list
 
         return Contender(kernel.name, op, scheme.name, scheme.weights.group_size, inputs, load)
 
-    if not can_share_inputs(kernel, scheme):
+    if not (can_share_inputs(kernel, scheme) or isinstance(kernel, HopperW4A8Int8)):
         return [contender("bf16")]
     return [contender("quantized"), *([contender("bf16")] if from_bf16 else [])]
 
