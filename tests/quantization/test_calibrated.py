@@ -87,7 +87,12 @@ def test_a_gpu_does_what_a_cpu_does(family: str, scheme: str, tmp_path: Path) ->
         assert one["fallback"] == other["fallback"]
         assert other["error_rtn"] == pytest.approx(one["error_rtn"], rel=0.05), one["module"]
         assert other["error"] == pytest.approx(one["error"], rel=0.1), one["module"]
-    assert distance(logits(tmp_path / "gpu", seen_ids()), logits(tmp_path / "cpu", seen_ids())) < 0.2
+    # Not from each other: where a router's choice is close, a rounding tells another expert.
+    meant = logits(source, seen_ids())
+    lost_on_cpu, lost_on_gpu = (
+        distance(logits(tmp_path / place, seen_ids()), meant) for place in ("cpu", "gpu")
+    )
+    assert lost_on_gpu == pytest.approx(lost_on_cpu, rel=0.3)
 
 
 def test_partners_keep_one_outer_scale_whoever_is_clipped(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ class HopperW4A8(QuantizesTokens, _HopperInt4):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         fmt, tensors = self.block_format(prepared), prepared.tensors
         codes, scales, zeros = unpack_blocks(fmt, tensors["weight"], w4a8_codes.unpack_codes, shape)
+        assert scales is not None
         if "row_factors" in tensors:
             scales = scales.float() * tensors["row_factors"][:, None]
         scales = scales.to(FLOAT_SCALE_DTYPES[prepared.problem.scheme.weights.scale])
@@ -208,6 +209,7 @@ class HopperW4A16(_HopperInt4):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         fmt, weight = self.block_format(prepared), prepared.tensors["weight"]
         codes, scales, zeros = unpack_blocks(fmt, weight, w4a16_codes.unpack_codes, shape)
+        assert scales is not None
         return codes, scales, None if zeros is None else w4a16_codes.unpack_zeros(zeros)
 
     def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:

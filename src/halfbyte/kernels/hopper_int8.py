@@ -1,4 +1,4 @@
-"""INT4 weights in two levels x INT8 inputs on Hopper GPUs: exact integer sums over all of K."""
+"""INT4 weights, in two levels or per channel, x INT8 inputs on Hopper GPUs: exact integer sums over all of K."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.formats.scales import FLOAT_SCALE_DTYPES
 from halfbyte.formats.spec import ActivationFormat
 from halfbyte.kernels.hopper import w4a8_int8_codes as layout
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat, pack_blocks, unpack_blocks
@@ -20,6 +21,7 @@ from halfbyte.kernels.triton.linear_conditions import (
     gpu_conditions,
     has_known_groups,
     is_hopper,
+    is_int4,
     is_two_level,
     name_of,
 )
@@ -38,7 +40,10 @@ class HopperW4A8Int8:
 
     def _conditions(self, problem: LinearProblem) -> Iterator[tuple[bool, str]]:
         weights = problem.scheme.weights
-        yield is_two_level(weights), "weights must be INT4 with integer scales per group and one per channel"
+        yield (
+            is_two_level(weights) or (is_int4(weights) and weights.granularity == "channel"),
+            "weights must be INT4 with integer scales per group and one per channel, or per channel alone",
+        )
         yield has_known_groups(weights), "groups must be of 32, 64 or a multiple of 128 inputs"
         yield problem.scheme.activations == INT8_TOKEN, "inputs must be INT8 with a dynamic scale per token"
         yield problem.dtype in HALVES, f"inputs must be bfloat16 or float16, not {name_of(problem.dtype)}"
@@ -58,28 +63,37 @@ class HopperW4A8Int8:
         self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None
     ) -> Prepared:
         """Errors: groups that leave INT8, which no writer that follows QoQ makes."""
-        refuse_beyond_int8(q)
-        assert q.zero_points is not None
-        assert q.outer_scales is not None
         fmt = self.block_format_of(problem)
-        levels = layout.pack_levels(q.scales, q.zero_points).repeat_interleave(_repeats(problem), 1)
-        levels = levels[:, : -(-problem.in_features // fmt.group_size)]
+        levels, zeros, channels = None, None, q.scales
+        if is_two_level(q.format):
+            refuse_beyond_int8(q)
+            assert q.zero_points is not None
+            assert q.outer_scales is not None
+            channels = q.outer_scales
+            levels = layout.pack_levels(q.scales, q.zero_points).repeat_interleave(_repeats(problem), 1)
+            levels = levels[:, : -(-problem.in_features // fmt.group_size)]
+        else:
+            zeros = _zero_points(q).flatten().to(torch.int32) + 8
         weight = pack_blocks(fmt, q.codes, layout.pack_codes, levels, None)
         # The first blocks are read before the kernel ahead has ended, and that one may be the packing.
         if weight.is_cuda:
             torch.cuda.current_stream(weight.device).synchronize()
             reserve(weight.device.index)
-        channels = q.outer_scales.float().reshape(-1).contiguous()
-        return Prepared(problem, {"weight": weight, "channels": channels}, input_scale)
+        tensors = {"weight": weight, "channels": channels.float().reshape(-1).contiguous()}
+        return Prepared(problem, tensors if zeros is None else {**tensors, "zeros": zeros}, input_scale)
 
     def restore(self, prepared: Prepared) -> QuantizedTensor:
         problem, tensors = prepared.problem, prepared.tensors
-        shape = (problem.out_features, problem.in_features)
+        fmt, shape = problem.scheme.weights, (problem.out_features, problem.in_features)
         codes, levels, _ = unpack_blocks(
             self.block_format(prepared), tensors["weight"], layout.unpack_codes, shape
         )
-        scales, zeros = layout.unpack_levels(levels[:, :: _repeats(problem)].contiguous())
-        return QuantizedTensor(problem.scheme.weights, codes, scales, zeros, tensors["channels"][:, None])
+        channels = tensors["channels"][:, None]
+        if levels is not None:
+            scales, zeros = layout.unpack_levels(levels[:, :: _repeats(problem)].contiguous())
+            return QuantizedTensor(fmt, codes, scales, zeros, channels)
+        zero_points = None if fmt.symmetric else (tensors["zeros"][:, None] - 8).to(torch.int8)
+        return QuantizedTensor(fmt, codes, channels.to(FLOAT_SCALE_DTYPES[fmt.scale]), zero_points)
 
     def block_format(self, prepared: Prepared) -> BlockFormat:
         """What the prepared weight's blocks hold."""
@@ -87,15 +101,15 @@ class HopperW4A8Int8:
 
     def block_format_of(self, problem: LinearProblem) -> BlockFormat:
         """The same, before it is prepared."""
-        size = problem.scheme.weights.group_size or INPUTS
-        return layout.block_format(min(size, INPUTS))
+        size = problem.scheme.weights.group_size
+        return layout.block_format(min(size, INPUTS) if size else None)
 
     def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
-        """INT8 codes ``[M, in]`` and their scales; no sums."""
+        """INT8 codes ``[M, in]``, their scales and their sums."""
         from halfbyte.kernels.triton.linear_inputs import quantized_inputs
 
         codes, scales = quantized_inputs(x, INT8_TOKEN, None)
-        return QuantizedInputs(codes, scales, scales.new_empty(len(x), 0))
+        return QuantizedInputs(codes, scales, codes.sum(-1, keepdim=True, dtype=torch.int32))
 
     def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.run_quantized(self.quantize(x, prepared), prepared, bias)
@@ -108,11 +122,22 @@ class HopperW4A8Int8:
         problem, tensors = prepared.problem, prepared.tensors
         if bias is not None:
             bias = bias.to(problem.dtype)
-        size = self.block_format(prepared).group_size
+        fmt = self.block_format(prepared)
         return w4a8_int8_linear(
-            inputs.codes, inputs.scales, tensors["weight"], tensors["channels"], bias, size, problem.dtype
+            *inputs,
+            tensors["weight"],
+            tensors["channels"],
+            tensors.get("zeros"),
+            bias,
+            fmt.group_size if fmt.scale else None,
+            problem.dtype,
         )
 
 
+def _zero_points(q: QuantizedTensor) -> torch.Tensor:
+    return torch.zeros_like(q.scales, dtype=torch.int8) if q.zero_points is None else q.zero_points
+
+
 def _repeats(problem: LinearProblem) -> int:
+    """For how many of the kernel's groups one of the weight's scales counts."""
     return max((problem.scheme.weights.group_size or INPUTS) // INPUTS, 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +19,7 @@ from halfbyte.calibration.samples import Sample
 from halfbyte.checkpoint.quantized_weight import decode, encode
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter
+from halfbyte.errors import HalfbyteError
 from halfbyte.models.folding import Fold, Folds
 from halfbyte.models.producers import NormProducer
 from halfbyte.quantization.batches import batched
@@ -76,6 +78,8 @@ class Walk:
         self._targets = targets
         self._modules = {module.name: module for module in plan.layout.modules}
         self._folds = folds.folds
+        self._writing: Future[None] | None = None
+        self._loading: Future[None] | None = None
         self.notes = _unscaled(plan, folds.left_out)
 
     def all_blocks(self) -> Iterator[BlockReport]:
@@ -84,14 +88,17 @@ class Walk:
         last = max((index for index in unfinished if self._watched(index)), default=-1)
         if last >= 0:
             self._enter()
-        for index, steps in enumerate(self._blocks.blocks):
-            if index in unfinished:
-                following = index + 1 if index + 1 in unfinished or index + 1 < last else None
-                yield self._quantize(index, steps, forward=index < last, following=following)
-            else:
-                if index < last:
-                    self._pass_through(index, steps)
-                yield self._kept_report(index, steps)
+        with ThreadPoolExecutor(2) as background:
+            for index, steps in enumerate(self._blocks.blocks):
+                if index in unfinished:
+                    following = index + 1 if index + 1 in unfinished or index + 1 < last else None
+                    yield self._quantize(index, steps, background, forward=index < last, following=following)
+                else:
+                    self._until_written()
+                    if index < last:
+                        self._pass_through(index, steps)
+                    yield self._kept_report(index, steps)
+            self._until_written()
 
     def _watched(self, index: int) -> list[str]:
         """Modules of a block whose methods need to know their inputs."""
@@ -115,11 +122,24 @@ class Walk:
         self._model.release()
 
     def _quantize(
-        self, index: int, steps: Sequence[Step], *, forward: bool, following: int | None
+        self,
+        index: int,
+        steps: Sequence[Step],
+        background: ThreadPoolExecutor,
+        *,
+        forward: bool,
+        following: int | None,
     ) -> BlockReport:
-        """forward: later blocks need to know what this one puts out. following: the block that is loaded next."""
+        """forward: later blocks need to know what this one puts out. following: the block that is loaded next.
+
+        A GPU goes on with the next block while this one is written; on a CPU memory is what is short.
+        """
         quantized = quantize_steps(steps)
-        with self._model.block(index) as block, ThreadPoolExecutor(2) as background:
+        on_cpu = self._model.device.type == "cpu"
+        with suppress(HalfbyteError):  # what could not be read ahead is read, or said, now
+            if self._loading is not None:
+                self._loading.result()
+        with self._model.block(index) as block:
             block.require_finite()
             result = quantize_block(
                 block,
@@ -133,17 +153,25 @@ class Walk:
                 dtype=self._plan.checkpoint.model_dtype,
                 on_module=lambda name, error: self._say(index, 1 / 3, "quantizing", name, error),
             )
-            written = background.submit(self._write, steps, result)
-            if following is not None and self._model.device.type != "cpu":
-                # What cannot be read is said when the block's turn comes.
-                background.submit(self._model.load, following)
+            self._until_written()
+            self._writing = background.submit(self._write, steps, result)
+            if following is not None and not on_cpu:
+                self._loading = background.submit(self._model.load, following)
             try:
                 if forward:
                     self._forward(index, block)
             finally:
-                written.result()
-        self._say(index, 1.0, "written")
+                if on_cpu or index == len(self._blocks.blocks) - 1:
+                    self._until_written()
+        if self._writing is None:
+            self._say(index, 1.0, "written")
         return result.report
+
+    def _until_written(self) -> None:
+        """Until the block before is final. Errors: why it could not be written."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
 
     def _observe(self, index: int, block: LoadedBlock) -> Observation:
         watched = self._watched(index)

@@ -23,10 +23,10 @@ CODE_BYTES = ROWS * INPUTS // 2
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """What a block holds. group_size: 32, 64 or 128. scale: dtype of the scales. zeros: of zero points, if any."""
+    """What a block holds. group_size: 32, 64 or 128. scale, zeros: dtypes of scales and zero points, if any."""
 
     group_size: int
-    scale: torch.dtype
+    scale: torch.dtype | None
     zeros: torch.dtype | None = None
 
     @property
@@ -35,9 +35,14 @@ class BlockFormat:
         return INPUTS // self.group_size
 
     @property
+    def scale_bytes(self) -> int:
+        """Of one scale."""
+        return self.scale.itemsize if self.scale else 0
+
+    @property
     def kept_bytes(self) -> int:
         """Scales and zero points."""
-        return ROWS * self.groups * (self.scale.itemsize + (self.zeros.itemsize if self.zeros else 0))
+        return ROWS * self.groups * (self.scale_bytes + (self.zeros.itemsize if self.zeros else 0))
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +53,7 @@ def pack_blocks(
     fmt: BlockFormat,
     codes: torch.Tensor,
     pack_codes: Callable[[torch.Tensor], torch.Tensor],
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     zeros: torch.Tensor | None,
 ) -> torch.Tensor:
     """The weight as uint8 ``[N / 64, K / 128, bytes of a block]``, rounded up.
@@ -57,10 +62,8 @@ def pack_blocks(
     """
     n, k = codes.shape
     codes = torch.nn.functional.pad(codes, (0, -k % INPUTS, 0, -n % ROWS))
-    parts = [pack_codes(codes), _pack_groups(scales, codes.shape, fmt)]
-    if zeros is not None:
-        parts.append(_pack_groups(zeros, codes.shape, fmt))
-    return torch.cat(parts, dim=-1)
+    of_groups = [_pack_groups(values, codes.shape, fmt) for values in (scales, zeros) if values is not None]
+    return torch.cat([pack_codes(codes), *of_groups], dim=-1)
 
 
 def unpack_blocks(
@@ -68,19 +71,19 @@ def unpack_blocks(
     packed: torch.Tensor,
     unpack_codes: Callable[[torch.Tensor], torch.Tensor],
     shape: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The inverse of :func:`pack_blocks`, bit for bit: codes int8, scales, zeros or none."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The inverse of :func:`pack_blocks`, bit for bit: codes int8, scales or none, zeros or none."""
     n, groups = shape[0], -(-shape[1] // fmt.group_size)
-    scale_bytes = ROWS * fmt.groups * fmt.scale.itemsize
+    scale_bytes = ROWS * fmt.groups * fmt.scale_bytes
     codes, scales, zeros = packed.split([CODE_BYTES, scale_bytes, fmt.kept_bytes - scale_bytes], dim=-1)
 
-    def groups_of(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return _unpack_groups(part, dtype)[:n, :groups].contiguous()
+    def groups_of(part: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor | None:
+        return _unpack_groups(part, dtype)[:n, :groups].contiguous() if dtype else None
 
     return (
         unpack_codes(codes)[:n, : shape[1]].contiguous(),
         groups_of(scales, fmt.scale),
-        groups_of(zeros, fmt.zeros) if fmt.zeros else None,
+        groups_of(zeros, fmt.zeros),
     )
 
 

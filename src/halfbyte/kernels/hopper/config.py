@@ -166,6 +166,8 @@ class TileConfig(ABC):
             "SENT_BYTES": self.sent_bytes,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "GROUP_SIZE": fmt.group_size,
+            "SCALE_BYTES": fmt.scale_bytes,
+            "Total": "float",
             "ZERO_POINTS": int(fmt.zeros is not None),
             "SHARED_BYTES": self.shared_bytes(fmt),
         }

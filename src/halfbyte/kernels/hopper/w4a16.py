@@ -87,6 +87,7 @@ def run_w4a16(
 @cache
 def w4a16_source(config: W4A16Config, fmt: BlockFormat, dtype: torch.dtype) -> Source:
     """The kernel for one configuration and kind of weight."""
+    assert fmt.scale is not None
     defines = {
         **config.defines(fmt),
         "ROUNDED": int(config.rounded),

@@ -128,6 +128,7 @@ def _is_copied(sums: torch.Tensor) -> bool:
 def w4a8_source(config: W4A8Config, fmt: BlockFormat, out_dtype: torch.dtype) -> Source:
     """The kernel for one configuration and kind of weight."""
     columns = config.columns
+    assert fmt.scale is not None
     defines = {
         **config.defines(fmt),
         "AHEAD": int(config.ahead(fmt)),

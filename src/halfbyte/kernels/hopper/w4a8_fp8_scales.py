@@ -91,9 +91,5 @@ def run_w4a8_fp8_scales(
 @cache
 def w4a8_fp8_scales_source(config: W4A8Fp8ScalesConfig, out_dtype: torch.dtype) -> Source:
     """The kernel for one configuration."""
-    defines = {
-        **config.defines(FORMAT),
-        "Scale": "u8",
-        "Out": NAMES[out_dtype],
-    }
+    defines = {**config.defines(FORMAT), "Out": NAMES[out_dtype]}
     return Source.of("w4a8_fp8_scales.cu", "w4a8_fp8_scales", defines, (config.tokens, "e4m3", "mma"))

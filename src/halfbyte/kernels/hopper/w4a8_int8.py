@@ -1,4 +1,4 @@
-"""``halfbyte::w4a8_int8_linear``: INT4 in two levels x INT8 on Hopper, sums exact."""
+"""``halfbyte::w4a8_int8_linear``: INT4, in two levels or per channel, x INT8 on Hopper, sums exact."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ from halfbyte.kernels.hopper.w4a8_int8_config import TABLE, W4A8Int8Config
 def w4a8_int8_linear(
     x: torch.Tensor,
     x_scale: torch.Tensor,
+    x_sum: torch.Tensor,
     weight: torch.Tensor,
     channel_scale: torch.Tensor,
+    channel_zero: torch.Tensor | None,
     bias: torch.Tensor | None,
-    group_size: int,
+    group_size: int | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """``channel_scale * (x_scale * (x @ weight.T)) + bias``, multiplied in this order, as ``[M, N]`` in bfloat16 or
     float16.
 
-    x: INT8 codes ``[M, K]``, contiguous. x_scale: fp32 ``[M, 1]``. weight: blocks of ``w4a8_int8_codes``, groups of
-    ``group_size`` (32, 64, 128; one per channel is repeated). channel_scale: fp32 ``[N]``. bias: in ``out_dtype``. Sums
-    are exact in int32 and rounded to fp32 once; where K is split, each part is.
+    x: INT8 codes ``[M, K]``, contiguous. x_scale: fp32 ``[M, 1]``. x_sum: int32 ``[M, 1]``, of each token's codes.
+    weight: blocks of ``w4a8_int8_codes``, groups of ``group_size`` (32, 64, 128), or none for one per channel with
+    zero points channel_zero, int32 ``[N]``, of codes + 8. channel_scale: fp32 ``[N]``. bias: in ``out_dtype``.
+    Sums are exact in int32 and rounded to fp32 once.
     """
     out = x.new_empty((x.shape[0], channel_scale.shape[0]), dtype=out_dtype)
     if x.shape[0]:
         fmt = block_format(group_size)
         config = TABLE.choose(x.shape[0], out.shape[1], x.shape[1], fmt)
-        run_w4a8_int8(config, fmt, x, x_scale, weight, channel_scale, bias, out)
+        run_w4a8_int8(config, fmt, x, x_scale, x_sum, weight, channel_scale, channel_zero, bias, out)
     return out
 
 
 @w4a8_int8_linear.register_fake
-def _(x, x_scale, weight, channel_scale, bias, group_size, out_dtype):  # type: ignore[no-untyped-def]
+def _(x, x_scale, x_sum, weight, channel_scale, channel_zero, bias, group_size, out_dtype):  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], channel_scale.shape[0]), dtype=out_dtype)
 
 
@@ -48,8 +51,10 @@ def run_w4a8_int8(
     fmt: BlockFormat,
     x: torch.Tensor,
     x_scale: torch.Tensor,
+    x_sum: torch.Tensor,
     weight: torch.Tensor,
     channel_scale: torch.Tensor,
+    channel_zero: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
@@ -65,9 +70,21 @@ def run_w4a8_int8(
             x_scale,
         ),
         (
+            x_sum.dtype == torch.int32 and x_sum.numel() == tokens and x_sum.is_contiguous(),
+            lambda: f"x_sum must be contiguous int32 with one number for each of {tokens} tokens",
+            x_sum,
+        ),
+        (
             channel_scale.dtype == torch.float32 and channel_scale.is_contiguous(),
             "channel_scale must be contiguous float32",
             channel_scale,
+        ),
+        (
+            _are_zeros(channel_zero, out, fmt),
+            lambda: (
+                f"channel_zero must be int32 with {out.shape[1]} numbers, for whole channels and for these only"
+            ),
+            weight if channel_zero is None else channel_zero,
         ),
         (
             is_packed(weight, x, out, fmt),
@@ -85,10 +102,17 @@ def run_w4a8_int8(
             out,
         ),
     )
-    for cut, part in Features(weight, out, (channel_scale, bias)).launches(config, fmt):
-        source, (scales, biases) = w4a8_int8_source(cut, fmt, out.dtype), part.vectors
+    features = Features(weight, out, (channel_scale, channel_zero, bias))
+    for cut, part in features.launches(config, fmt):
+        source, (scales, zeros, biases) = w4a8_int8_source(cut, fmt, out.dtype), part.vectors
         linear = Linear(cut, fmt, x, part.weight, part.out)
-        linear.launch(source, part.weight, scales, x_scale, biases, part.out)
+        linear.launch(source, part.weight, scales, zeros, x_scale, x_sum, biases, part.out)
+
+
+def _are_zeros(zeros: torch.Tensor | None, out: torch.Tensor, fmt: BlockFormat) -> bool:
+    if zeros is None or fmt.scale is not None:
+        return zeros is None and fmt.scale is not None
+    return zeros.dtype == torch.int32 and zeros.shape == out.shape[1:] and zeros.is_contiguous()
 
 
 @cache
@@ -96,7 +120,7 @@ def w4a8_int8_source(config: W4A8Int8Config, fmt: BlockFormat, out_dtype: torch.
     """The kernel for one configuration."""
     defines = {
         **config.defines(fmt),
-        "Scale": "u8",
+        "Total": "int",
         "Out": NAMES[out_dtype],
     }
-    return Source.of("w4a8_int8.cu", "w4a8_int8", defines, (config.tokens, "s8", "mma"))
+    return Source.of("w4a8_int8.cu", "w4a8_int8", defines, (config.tokens, "u8", "mma"))

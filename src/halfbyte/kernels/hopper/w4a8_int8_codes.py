@@ -1,9 +1,9 @@
-"""A block whose groups have integer scales and zero points: QoQ's second level (:mod:`halfbyte.formats.qoq`).
+"""INT4 codes for INT8 tensor cores, and what a group's codes become: QoQ's second level (:mod:`halfbyte.formats.qoq`).
 
 With t = 32 w + 4 r + q, byte i of thread t's word p of k-step s (as in :mod:`w4a8_codes`) has input
 32 s + 16 p + 4 q + i:
-row 16 w + r in the low half and row 16 w + r + 8 in the high half, as code + 8. A group's scale from 1 to 16 and
-zero point are the byte ``(scale - 1) << 4 | zero point + 8``.
+row 16 w + r in the low half and row 16 w + r + 8 in the high half, as code + 8. A group is 16 bits: its scale in the
+lower 6, and above, with a sign, what is added to scale times code + 8, so that the result is the INT8 number plus 128.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import torch
 
 from halfbyte.kernels.hopper.blocks import CODE_BYTES, INPUTS, ROWS, BlockFormat
 
+_SCALE_BITS = 6
+
 
 @cache
-def block_format(group_size: int) -> BlockFormat:
-    """Of groups of 32, 64 or 128 inputs."""
-    return BlockFormat(group_size, torch.uint8)
+def block_format(group_size: int | None) -> BlockFormat:
+    """Of groups of 32, 64 or 128 inputs; with none, of whole channels, about which blocks say nothing."""
+    return BlockFormat(group_size or INPUTS, torch.int16 if group_size else None)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -41,10 +43,13 @@ def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def pack_levels(scales: torch.Tensor, zero_points: torch.Tensor) -> torch.Tensor:
-    """int8 scales in 1..16 and zero points in -8..7 as uint8."""
-    return ((scales.to(torch.int16) - 1) << 4 | zero_points.to(torch.int16) + 8).to(torch.uint8)
+    """int8 scales from 1 and zero points as int16."""
+    factors = scales.to(torch.int16)
+    return (128 - (zero_points.to(torch.int16) + 8) * factors) << _SCALE_BITS | factors
 
 
 def unpack_levels(levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of :func:`pack_levels`."""
-    return ((levels >> 4) + 1).to(torch.int8), (levels & 15).to(torch.int8) - 8
+    """The inverse of :func:`pack_levels`. Padding, which is zero, becomes the scale zero."""
+    factors = levels & ((1 << _SCALE_BITS) - 1)
+    zeros = (128 - (levels >> _SCALE_BITS)).div(factors.clamp(min=1), rounding_mode="floor")
+    return factors.to(torch.int8), (zeros - 8).to(torch.int8)

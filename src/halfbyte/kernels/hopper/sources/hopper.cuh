@@ -121,10 +121,10 @@ __device__ __forceinline__ void wait_for_flag(const u32* flag) {
 }
 
 // Past the first-level cache, which other blocks' writes do not reach.
-__device__ __forceinline__ float4 load_shared_by_blocks(const float4* from) {
-    float4 value;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+__device__ __forceinline__ uint4 load_shared_by_blocks(const uint4* from) {
+    uint4 value;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(from)
                  : "memory");
     return value;
@@ -139,8 +139,14 @@ __device__ __forceinline__ float load_now(const float* from, bool is_there) {
     return number;
 }
 
+__device__ __forceinline__ int load_now(const int* from, bool is_there) {
+    int number = 0;
+    if (is_there) asm volatile("ld.global.s32 %0, [%1];" : "=r"(number) : "l"(from) : "memory");
+    return number;
+}
+
 // Four bytes past the registers, or zero; `copied_numbers` waits for all that this thread has asked for.
-__device__ __forceinline__ void copy_number(u32 to, const float* from, bool is_there) {
+__device__ __forceinline__ void copy_number(u32 to, const void* from, bool is_there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(is_there ? 4 : 0) : "memory");
 }
 

@@ -5,7 +5,7 @@
 // divide K and add up in each other's shared memory.
 //
 // The including file defines TOKENS, TILE_ROWS, SPLIT, SHARE, STAGES, STAGE_BLOCKS, STREAM, BLOCKS_PER_SM, GROUP_SIZE,
-// ZERO_POINTS, COLUMNS, SENT_BYTES, SHARED_BYTES, Scale, Out.
+// SCALE_BYTES, ZERO_POINTS, COLUMNS, SENT_BYTES, SHARED_BYTES, Total (float or int: what a tile's blocks add up), Out.
 #pragma once
 #include "hopper.cuh"
 
@@ -17,7 +17,7 @@ static_assert(STAGES >= 2);
 static_assert(!STREAM || SPLIT == 1, "K is divided in one way or the other");
 
 constexpr int GROUPS = 128 / GROUP_SIZE;  // in one stage
-constexpr int SCALES_BYTES = 64 * GROUPS * sizeof(Scale);
+constexpr int SCALES_BYTES = 64 * GROUPS * SCALE_BYTES;
 constexpr int ZEROS_BYTES = ZERO_POINTS ? 64 * GROUPS * 2 : 0;
 constexpr int BLOCK_BYTES = 4096 + SCALES_BYTES + ZEROS_BYTES;  // 64 features x 128 inputs: blocks.py
 

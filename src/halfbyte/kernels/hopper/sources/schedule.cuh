@@ -4,7 +4,7 @@
 struct Problem {
     int tokens, features, blocks_k, rows64, raster;
     int streamed, quantum;  // tiles that all blocks divide; K is divided by so many blocks: Schedule
-    float4* partials;       // sums of tiles that are not finished, for each block QUADS
+    uint4* partials;        // sums of tiles that are not finished, for each block QUADS
     u32* flags;             // for each block and warpgroup: whether its are there; all zero between kernels
 };
 

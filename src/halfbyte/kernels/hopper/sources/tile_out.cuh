@@ -21,6 +21,11 @@ struct Exchange {
 template <>
 struct Exchange<0> {};
 
+// Totals on their way to other blocks are words.
+__device__ __forceinline__ u32 word_of(float sum) { return __float_as_uint(sum); }
+__device__ __forceinline__ u32 word_of(int sum) { return static_cast<u32>(sum); }
+__device__ __forceinline__ void add_word(float& sum, u32 word) { sum += __uint_as_float(word); }
+__device__ __forceinline__ void add_word(int& sum, u32 word) { sum += static_cast<int>(word); }
 struct Staged : Exchange<SPLIT - 1> {
     alignas(STAGED ? 1024 : 16) u8 out[STAGED ? WARPGROUPS : 1][STAGED ? STAGED_BUFFERS * STAGED_BYTES : 16];
 };
@@ -28,10 +33,11 @@ struct Staged : Exchange<SPLIT - 1> {
 // A warpgroup's sums of a segment that does not begin its tile, for the cluster that does. of(j): this thread's sum j.
 template <class Of>
 __device__ __forceinline__ void give_sums(const Problem& p, Of of) {
-    float4* const to = p.partials + static_cast<u64>(blockIdx.x) * QUADS + threadIdx.x;
+    uint4* const to = p.partials + static_cast<u64>(blockIdx.x) * QUADS + threadIdx.x;
 #pragma unroll
     for (int j = 0; j < ACCUMULATORS / 4; ++j)
-        to[j * CONSUMERS] = make_float4(of(4 * j), of(4 * j + 1), of(4 * j + 2), of(4 * j + 3));
+        to[j * CONSUMERS] =
+            make_uint4(word_of(of(4 * j)), word_of(of(4 * j + 1)), word_of(of(4 * j + 2)), word_of(of(4 * j + 3)));
     __threadfence();
     meet_warpgroup();
     if (threadIdx.x % 128 == 0) raise_flag(p.flags + blockIdx.x * WARPGROUPS + threadIdx.x / 128);
@@ -50,11 +56,12 @@ __device__ __forceinline__ void take_sums(const Problem& p, const Schedule& sche
         const u32 block = giver * CLUSTER + place.rank;
         u32* const flag = p.flags + block * WARPGROUPS + threadIdx.x / 128;
         wait_for_flag(flag);
-        const float4* const from = p.partials + static_cast<u64>(block) * QUADS + threadIdx.x;
+        const uint4* const from = p.partials + static_cast<u64>(block) * QUADS + threadIdx.x;
 #pragma unroll
         for (int j = 0; j < ACCUMULATORS / 4; ++j) {
-            const float4 more = load_shared_by_blocks(from + j * CONSUMERS);
-            of(4 * j) += more.x, of(4 * j + 1) += more.y, of(4 * j + 2) += more.z, of(4 * j + 3) += more.w;
+            const uint4 more = load_shared_by_blocks(from + j * CONSUMERS);
+            add_word(of(4 * j), more.x), add_word(of(4 * j + 1), more.y);
+            add_word(of(4 * j + 2), more.z), add_word(of(4 * j + 3), more.w);
         }
         meet_warpgroup();
         if (threadIdx.x % 128 == 0) *flag = 0;
@@ -86,7 +93,7 @@ __device__ __forceinline__ void exchange(Pipeline& pipeline, Staged& staged, con
         u32 words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if constexpr (SENT_BYTES == 4) words[i] = __float_as_uint(of(4 * j + i));
+            if constexpr (SENT_BYTES == 4) words[i] = word_of(of(4 * j + i));
             else words[i] = Half::pack(of(8 * j + 2 * i), of(8 * j + 2 * i + 1));
         }
         const u32 sender = (place.part + SPLIT - 1 - owner) % SPLIT, block = owner * SHARE + place.neighbour;
@@ -99,24 +106,26 @@ __device__ __forceinline__ void exchange(Pipeline& pipeline, Staged& staged, con
 
 // To a piece of this block's own sums, what others have sent of it.
 template <int SENDERS>
-__device__ __forceinline__ void add_sent(float (&sums)[PIECE_SUMS], const Exchange<SENDERS>& received, int piece) {
+__device__ __forceinline__ void add_sent(Total (&sums)[PIECE_SUMS], const Exchange<SENDERS>& received, int piece) {
 #pragma unroll
     for (int sender = 0; sender < SENDERS; ++sender) {
         const uint4 more = received.sent[sender][piece];
         const u32 words[4] = {more.x, more.y, more.z, more.w};
 #pragma unroll
         for (int i = 0; i < PIECE_SUMS; ++i) {
-            if constexpr (SENT_BYTES == 4) sums[i] += __uint_as_float(words[i]);
+            if constexpr (SENT_BYTES == 4) add_word(sums[i], words[i]);
             else sums[i] += Half::of_pair(words[i / 2], i % 2).value();
         }
     }
 }
 
-// A tile's tokens' scales to shared memory, for a warpgroup of whoever finishes the tile, while products run.
-__device__ __forceinline__ void fetch_scales(float (&to)[TOKENS], const float* x_scale, int token_base, const Problem& p) {
+// A number for each of a tile's tokens to shared memory, for a warpgroup of whoever finishes the tile, while products run.
+template <class Number>
+__device__ __forceinline__ void fetch_of_tokens(
+    Number (&to)[TOKENS], const Number* of_tokens, int token_base, const Problem& p) {
 #pragma unroll
     for (int i = threadIdx.x % 128; i < TOKENS; i += 128)
-        copy_number(shared_address(&to[i]), x_scale + token_base + i, token_base + i < p.tokens);
+        copy_number(shared_address(&to[i]), of_tokens + token_base + i, token_base + i < p.tokens);
 }
 
 // They are there, times `factor`, after the warpgroup has met.
@@ -141,7 +150,7 @@ __device__ __forceinline__ void store_tile(
         for (int j = 0; j < ACCUMULATORS / PIECE_SUMS; ++j) {
             const u32 piece = j * CONSUMERS + thread;
             if (piece / OWN_PIECES != place.part) continue;
-            float values[PIECE_SUMS];
+            Total values[PIECE_SUMS];
 #pragma unroll
             for (int e = 0; e < PIECE_SUMS; ++e) values[e] = of(PIECE_SUMS * j + e);
             add_sent(values, staged, piece % OWN_PIECES);
@@ -156,7 +165,7 @@ __device__ __forceinline__ void store_tile(
         }
     } else {
         constexpr int OWN_SUMS = OWN_TOKENS / 2;
-        float own[SPLIT > 1 ? OWN_SUMS / PIECE_SUMS : 1][PIECE_SUMS];
+        Total own[SPLIT > 1 ? OWN_SUMS / PIECE_SUMS : 1][PIECE_SUMS];
         int first_token = 0;  // in the tile, of those that are this block's
         if constexpr (SPLIT > 1) {
             exchange(pipeline, staged, place, thread, of);

@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
         const int token_base = segment.token_base;
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
         if (!STREAM || segment.k_begin == 0) {
-            fetch_scales(shared.token_scale[warpgroup], x_scale, token_base, p);
+            fetch_of_tokens(shared.token_scale[warpgroup], x_scale, token_base, p);
 #pragma unroll
             for (int i = 0; NORMALIZED && i < 2; ++i) {
                 const int feature = feature_base + warpgroup * 64 + row + i * 8;

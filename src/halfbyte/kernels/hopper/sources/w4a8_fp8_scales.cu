@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
     while (schedule.next(segment)) {
         const int token_base = segment.token_base;
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
-        if (!STREAM || segment.k_begin == 0) fetch_scales(shared.token_scale[warpgroup], x_scale, token_base, p);
+        if (!STREAM || segment.k_begin == 0) fetch_of_tokens(shared.token_scale[warpgroup], x_scale, token_base, p);
         float sum[ACCUMULATORS] = {};
 
         u32 a[SETS][4 / STEPS][4];

@@ -1,45 +1,54 @@
-// INT4 weights in two levels x INT8 activations: out[m, n] = x_scale[m] channel_scale[n] sum_k x[m, k] w[n, k] (+ bias[n]),
-// where w = (code - zero point) x group scale is an INT8 number (QServe's progressive quantization), and sums are exact
-// integers that stay in the tensor cores over all of K.
+// INT4 weights x INT8 activations: out[m, n] = x_scale[m] channel_scale[n] sum_k x[m, k] w[n, k] (+ bias[n]), where w is
+// an INT8 number: (code - zero point) x group scale (QServe's progressive quantization), or with one group per channel
+// code - zero point. Sums are exact integers that stay in the tensor cores over all of K.
 //
-// Four codes from 0 to 15, a byte each, times the group's scale plus 128 - zero x scale in each byte: one product and sum
-// of whole words. Since every w is within [-128, 127], each byte's result is within [0, 255] and nothing carries into the
-// next one. With its upper bit turned over it is w.
+// Bytes without a sign are multiplied: w plus an offset that is the same for a whole channel, 128 or the channel's zero
+// point. What that is too much is the offset times the sum of the token's codes, which goes off in the end. (int32 may
+// wrap around on the way; whatever the sum is in the end, it is exact.)
 #include "linear.cuh"
 
-// What a byte of scale (from 1) and zero point stands for.
-struct alignas(8) Level {
-    u32 factor, offset;
-};
-constexpr u32 UPPER_BITS = 0x80808080, CODES = 0x0F0F0F0F;
+constexpr bool LEVELS = SCALE_BYTES > 0;  // else one group per channel
+constexpr u32 CODES = 0x0F0F0F0F;
+constexpr int SIGN_OFFSET = 128;
 
 struct Shared {
     alignas(1024) u8 x[STAGES][TOKENS * 128];
     Staged staged;
     alignas(128) u8 weights[STAGES][WARPGROUPS][BLOCK_BYTES];
-    Level levels[256];  // of all scales and zero points
     float token_scale[WARPGROUPS][TOKENS];
+    int token_sum[WARPGROUPS][TOKENS];
     Pipeline pipeline;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "config.py counts less");
-static_assert(STAGE_BLOCKS == 1);
-static_assert(PARTS == 1 && !ZERO_POINTS);
+static_assert(STAGE_BLOCKS == 1 && PARTS == 1 && !ZERO_POINTS);
+static_assert(!LEVELS || SCALE_BYTES == 2);
 
 constexpr int PRODUCER_REGISTERS = 32;
 using Budget = Registers<PRODUCER_REGISTERS>;
 
 // Two sets of registers for codes, each for a block or, where that is too much, for half of one. (72: codes of two blocks,
-// 32, a block's codes and levels, 16, addresses and the like.) A warpgroup by itself, whose conversion no other one's
-// products hide, goes on in steps of a quarter, with four sets.
-constexpr bool ALONE = WARPGROUPS == 1 && TOKENS > 128;
-constexpr int SETS = ALONE ? 4 : 2;
-constexpr int STEPS = ALONE ? 4 : ACCUMULATORS + 72 > Budget::CONSUMER ? 2 : 1;
-constexpr bool EARLY = (TOKENS == 128 || ALONE) && SPLIT == 1 && STAGES > 2;
+// 32, a block's codes and levels, 16, addresses and the like.) Measured (docs/kernel-log.md): four warpgroups that take
+// many tokens are faster in quarters, and codes fetched a step early pay for 128 tokens and one or two warpgroups alone.
+#ifndef V_STEPS
+#define V_STEPS (WARPGROUPS == 4 && TOKENS >= 128 ? 4 : ACCUMULATORS + 72 > Budget::CONSUMER ? 2 : 1)
+#endif
+#ifndef V_EARLY
+#define V_EARLY (TOKENS == 128 && WARPGROUPS <= 2 && SPLIT == 1 && STAGES > 2)
+#endif
+constexpr int SETS = 2;
+constexpr int STEPS = V_STEPS;
+constexpr bool EARLY = V_EARLY;
 
-__device__ __forceinline__ Level level_of(int scale_and_zero) {
-    const int scale = (scale_and_zero >> 4) + 1, zero = scale_and_zero & 15;
-    return {static_cast<u32>(scale), static_cast<u32>(128 - zero * scale) * 0x01010101u};
-}
+// What codes of a row's group become, as w4a8_int8_codes.py packs it: code x factor + 128 - zero point x factor. Four
+// codes from 0 to 15 are a product and a sum of whole words, which is exact: each byte of the result is from 0 to 255.
+struct Level {
+    u32 factor, offset;
+    __device__ __forceinline__ void unpack(int packed) {
+        factor = packed & 63;
+        offset = static_cast<u32>(packed >> 6) * 0x01010101u;
+    }
+    __device__ __forceinline__ u32 of(u32 codes) const { return LEVELS ? codes * factor + offset : codes; }
+};
 
 // A step's codes of rows r and r + 8, which are in the low and high half of each byte.
 __device__ __forceinline__ void convert(
@@ -47,15 +56,16 @@ __device__ __forceinline__ void convert(
 #pragma unroll
     for (int i = 0; i < 8 / STEPS; ++i) {
         const Level(&of)[2] = levels[(step * (8 / STEPS) + i) * GROUPS / 8];
-        a[i / 2][i % 2 * 2] = (codes[i] & CODES) * of[0].factor + of[0].offset ^ UPPER_BITS;
-        a[i / 2][i % 2 * 2 + 1] = (codes[i] >> 4 & CODES) * of[1].factor + of[1].offset ^ UPPER_BITS;
+        a[i / 2][i % 2 * 2] = of[0].of(codes[i] & CODES);
+        a[i / 2][i % 2 * 2 + 1] = of[1].of(codes[i] >> 4 & CODES);
     }
 }
 
+// channel_offset: zero points, null where there are levels. x_sum: of each token's codes.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_int8(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map, const u8* __restrict__ weights,
-    const float* __restrict__ channel_scale, const float* x_scale, const Out* __restrict__ bias, Out* __restrict__ out,
-    const Problem p) {
+    const float* __restrict__ channel_scale, const int* __restrict__ channel_offset, const float* x_scale,
+    const int* x_sum, const Out* __restrict__ bias, Out* __restrict__ out, const Problem p) {
     extern __shared__ __align__(1024) u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw);
     Pipeline& pipeline = shared.pipeline;
@@ -73,8 +83,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_int8(
     const int lane = thread & 31, warpgroup = thread / 128;
     const int row = thread / 32 % 4 * 16 + lane / 4;
     const u64 x_tile = tile_of<128>(shared_address(shared.x[0]));
-    for (int i = thread; i < 256; i += CONSUMERS) shared.levels[i] = level_of(i);
-    named_barrier(WARPGROUPS + 1, CONSUMERS);
     wait_for_previous_kernel();
     if constexpr (CLUSTER > 1) cluster_wait();
 
@@ -84,7 +92,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_int8(
     while (schedule.next(segment)) {
         const int token_base = segment.token_base;
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
-        if (!STREAM || segment.k_begin == 0) fetch_scales(shared.token_scale[warpgroup], x_scale, token_base, p);
+        if (!STREAM || segment.k_begin == 0) {
+            fetch_of_tokens(shared.token_scale[warpgroup], x_scale, token_base, p);
+            fetch_of_tokens(shared.token_sum[warpgroup], x_sum, token_base, p);
+        }
         int sum[ACCUMULATORS] = {};
 
         u32 a[SETS][4 / STEPS][4];
@@ -94,10 +105,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_int8(
             pipeline, phases, place, segment.k_end - segment.k_begin,
             [&](int stage, int step) {
                 const u8* block = shared.weights[stage][warpgroup];
-                const u8* scales = block + 4096 + row;
+                const short* packed = reinterpret_cast<const short*>(block + 4096) + row;
 #pragma unroll
-                for (int i = 0; step == 0 && i < 2 * GROUPS; ++i)
-                    levels[i / 2][i % 2] = shared.levels[scales[i / 2 * 64 + i % 2 * 8]];
+                for (int i = 0; LEVELS && step == 0 && i < 2 * GROUPS; ++i)
+                    levels[i / 2][i % 2].unpack(packed[i / 2 * 64 + i % 2 * 8]);
                 load_codes<STEPS>(codes, block, step);
             },
             [&](int, int step, int set) { convert(a[set], codes, levels, step); },
@@ -110,26 +121,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_int8(
             });
 
         settle(sum);
-        float total[ACCUMULATORS];
-#pragma unroll
-        for (int j = 0; j < ACCUMULATORS; ++j) total[j] = static_cast<float>(sum[j]);
-        auto total_of = [&](int j) -> float& { return total[j]; };
+        auto total_of = [&](int j) -> int& { return sum[j]; };
         if constexpr (STREAM)
             if (!finishes(p, schedule, place, segment, total_of)) continue;
         // On their way while blocks that divide K send each other sums.
         const int first = feature_base + warpgroup * 64 + row;
-        const float scales[2] = {
-            load_now(channel_scale + first, first < p.features),
-            load_now(channel_scale + first + 8, first + 8 < p.features)};
-        await_scales(shared.token_scale[warpgroup], 1);
+        float scales[2];
+        int offsets[2] = {SIGN_OFFSET, SIGN_OFFSET};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            scales[i] = load_now(channel_scale + first + i * 8, first + i * 8 < p.features);
+            if (!LEVELS) offsets[i] = load_now(channel_offset + first + i * 8, first + i * 8 < p.features);
+        }
+        copied_numbers();
         struct OfFeature {
-            float scale, bias;
+            float scale;
+            int offset;
+            float bias;
         };
         store_tile(
             pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
-            [&](int n, int i) { return OfFeature{scales[i], bias && n < p.features ? bias[n].value() : 0.0f}; },
-            [&](float value, int m, OfFeature of) {
-                return of.scale * (shared.token_scale[warpgroup][m] * value) + of.bias;
+            [&](int n, int i) {
+                return OfFeature{scales[i], offsets[i], bias && n < p.features ? bias[n].value() : 0.0f};
+            },
+            [&](int value, int m, OfFeature of) {
+                const int exact = value - of.offset * shared.token_sum[warpgroup][m];
+                return of.scale * (shared.token_scale[warpgroup][m] * static_cast<float>(exact)) + of.bias;
             },
             out);
     }
