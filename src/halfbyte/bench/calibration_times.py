@@ -18,9 +18,9 @@ class CalibrationTimes:
     Time up to an event belongs to the phase that the event names, or to the one before if it names none of
     :data:`PHASES`. So a block's reading is part of its ``observing`` (on a GPU of the ``running`` before), and its
     writing of its ``running``, or of the last block's ``quantizing`` (a GPU goes on with the next block meanwhile).
-    What comes before the first event, :attr:`start`, is opening, what is outside the blocks, the samples' embedding, and
-    the first block's reading with its first sample. What comes after the last event, :attr:`end`, is the checkpoint's
-    finish.
+    What comes before the first event, :attr:`start`, is opening, what is outside the blocks, the samples' embedding,
+    and the first block's reading with its first sample. What comes after the last event, :attr:`end`, is the
+    checkpoint's finish.
     """
 
     clock: Callable[[], float] = time.perf_counter

@@ -33,7 +33,7 @@ using Budget = Registers<PRODUCER_REGISTERS>;
 #define V_STEPS (WARPGROUPS == 4 && TOKENS >= 128 ? 4 : ACCUMULATORS + 72 > Budget::CONSUMER ? 2 : 1)
 #endif
 #ifndef V_EARLY
-#define V_EARLY (TOKENS == 128 && WARPGROUPS <= 2 && SPLIT == 1 && STAGES > 2)
+#define V_EARLY (LEVELS && TOKENS == 128 && WARPGROUPS <= 2 && SPLIT == 1 && STAGES > 2)
 #endif
 constexpr int SETS = 2;
 constexpr int STEPS = V_STEPS;
