@@ -21,6 +21,9 @@ from halfbyte.kernels.hopper import (
     w4a8_fp8_scales,
     w4a8_fp8_scales_codes,
     w4a8_fp8_scales_config,
+    w4a8_int8,
+    w4a8_int8_codes,
+    w4a8_int8_config,
     w4a16,
     w4a16_config,
 )
@@ -36,6 +39,7 @@ TABLES: dict[str, Table[Any]] = {
     "w4a16": w4a16_config.EXACT,
     "w4a16 rounded": w4a16_config.ROUNDED,
     "w4a8 with fp8 scales": w4a8_fp8_scales_config.TABLE,
+    "w4a8 on int8": w4a8_int8_config.TABLE,
 }
 W4A8 = list(dict.fromkeys([*w4a8_config.FP16.configurations(), *w4a8_config.FP32.configurations()]))
 W4A16 = list(dict.fromkeys([*w4a16_config.EXACT.configurations(), *w4a16_config.ROUNDED.configurations()]))
@@ -66,6 +70,26 @@ def test_no_configuration_with_fp8_scales_spills(
     assert faults(w4a8_fp8_scales.w4a8_fp8_scales_source(fitting, BF16), tmp_path) == []
 
 
+@pytest.mark.parametrize("config", w4a8_int8_config.TABLE.configurations(), ids=str)
+@pytest.mark.parametrize("group", [128, None])
+def test_no_configuration_on_int8_spills(
+    config: w4a8_int8_config.W4A8Int8Config, group: int | None, tmp_path: Path
+) -> None:
+    fmt = w4a8_int8_codes.block_format(group)
+    fitting = fitted(config, fmt)
+    assert fitting is not None
+    assert faults(w4a8_int8.w4a8_int8_source(fitting, fmt, BF16), tmp_path) == []
+
+
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 100, 200, 1000])
+@pytest.mark.parametrize("features", [4096, 28672])
+def test_small_groups_on_int8_compile(features: int, tokens: int, group: int, tmp_path: Path) -> None:
+    fmt = w4a8_int8_codes.block_format(group)
+    config = w4a8_int8_config.TABLE.choose(tokens, features, 4096, fmt)
+    assert faults(w4a8_int8.w4a8_int8_source(config, fmt, FP16), tmp_path) == []
+
+
 @pytest.mark.parametrize(("group", "scale", "zero_points", "out"), OTHERS)
 @pytest.mark.parametrize("tokens", [1, 16, 64, 1000])
 @pytest.mark.parametrize("features", [4096, 57344])
@@ -93,6 +117,8 @@ def formats(name: str) -> list[BlockFormat]:
     """All that the table is for."""
     if name == "w4a8 with fp8 scales":
         return [w4a8_fp8_scales_codes.FORMAT]
+    if name == "w4a8 on int8":
+        return [w4a8_int8_codes.block_format(group) for group in (32, 64, 128, None)]
     if name.startswith("w4a8"):
         return [w4a8_codes.block_format(*cut) for cut in product((32, 64, 128), (True, False), (True, False))]
     return [
@@ -147,7 +173,9 @@ def test_tiles_are_not_much_larger_than_what_there_is(name: str, fmt: BlockForma
 
 @pytest.mark.parametrize("tokens", [1, 64, 65, 129, 256, 300, 512])
 @pytest.mark.parametrize("features", [16, 11008, 25600, 28672, 40960, 53248, 57344, 151936])
-@pytest.mark.parametrize("name", ["w4a8 with sums in fp16", "w4a16 rounded", "w4a8 with fp8 scales"])
+@pytest.mark.parametrize(
+    "name", ["w4a8 with sums in fp16", "w4a16 rounded", "w4a8 with fp8 scales", "w4a8 on int8"]
+)
 def test_a_rest_is_one_round_of_smaller_tiles(name: str, features: int, tokens: int) -> None:
     fmt = w4a8_codes.block_format(128, True, False) if name == "w4a8 with sums in fp16" else FMT
     config: TileConfig = TABLES[name].choose(tokens, features, 8192, fmt)
