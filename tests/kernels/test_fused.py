@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from halfbyte.formats.activations import dequantize_activations, quantize_activations
 from halfbyte.kernels.fused import GATES, gated, gated_quantize, quantize, rms_norm, rms_norm_quantize
-from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group
+from halfbyte.kernels.quantized_inputs import FP8_TOKEN, INT8_TOKEN, QuantizedInputs, sum_group
 from halfbyte.schemes import PRESETS
 
 EPS = 1e-5
@@ -21,13 +21,17 @@ def rows(count: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.T
 
 
 def assert_quantized(
-    found: QuantizedInputs, x: torch.Tensor, group: int, factors: torch.Tensor | None = None
+    found: QuantizedInputs, x: torch.Tensor, group: int | None, factors: torch.Tensor | None = None
 ) -> None:
-    """factors: by which rows are multiplied after they have been quantized."""
-    codes, scales = quantize_activations(x, FP8_TOKEN)
+    """group: none for INT8. factors: by which rows are multiplied after they have been quantized."""
+    codes, scales = quantize_activations(x, INT8_TOKEN if group is None else FP8_TOKEN)
     assert torch.equal(found.codes.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(found.scales, scales if factors is None else scales * factors)
     tokens, columns = x.shape
+    if group is None:
+        assert found.sums.dtype == torch.int32
+        assert found.sums.tolist() == [[sum(row)] for row in codes.tolist()]
+        return
     assert found.sums.shape == (tokens, -(-columns // group))
     assert found.sums.stride(0) % 4 == 0
     for index in range(found.sums.shape[1]):
@@ -35,7 +39,7 @@ def assert_quantized(
         assert torch.equal(found.sums[:, index].double(), values)
 
 
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("group", [32, 64, 128, None])
 @pytest.mark.parametrize("shape", [(0, 128), (1, 128), (4, 200), (5, 576)])
 def test_sums_are_of_the_codes(shape: tuple[int, int], group: int) -> None:
     assert_quantized(quantize(rows(*shape, torch.bfloat16), group), rows(*shape, torch.bfloat16), group)
@@ -61,6 +65,8 @@ def test_the_norm_is_that_of_llama(dtype: torch.dtype) -> None:
         half_a_step = normed.float().abs() / 16 + inputs.scales * 2.0**-10
         found = dequantize_activations(inputs.codes, inputs.scales)
         assert ((found - normed.float()).abs() <= half_a_step * (1 + 2.0**-3)).all()
+        inputs, total = rms_norm_quantize(x, residual, norm.weight, EPS, None)
+        assert_quantized(inputs, values * norm.weight.float(), None, inverse_rms)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -70,6 +76,7 @@ def test_gates_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
     want = ACT2FN[name](gate) * up
     assert torch.equal(gated(gate, up, GATES[name]), want)
     assert_quantized(gated_quantize(gate, up, GATES[name], 128), want, 128)
+    assert_quantized(gated_quantize(gate, up, GATES[name], None), want, None)
 
 
 def test_a_token_that_is_not_finite_stays_alone() -> None:
@@ -83,8 +90,11 @@ def test_a_token_that_is_not_finite_stays_alone() -> None:
     assert torch.equal(values[others], dequantize_activations(clean.codes, clean.scales)[others])
 
 
-@pytest.mark.parametrize(("scheme", "group"), [("w4a8", 128), ("fp8", 128), ("mxfp4", 32), ("nvfp4", 128)])
-def test_the_group_that_sums_are_over(scheme: str, group: int) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "group"),
+    [("w4a8", 128), ("fp8", 128), ("mxfp4", 32), ("nvfp4", 128), ("w4a8-int8", None), ("w8a8-int8", None)],
+)
+def test_the_group_that_sums_are_over(scheme: str, group: int | None) -> None:
     assert sum_group(PRESETS[scheme]) == group
 
 

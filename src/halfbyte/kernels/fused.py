@@ -16,7 +16,13 @@ from torch.nn import functional
 
 from halfbyte.formats.activations import quantize_activations
 from halfbyte.kernels.problem import Prepared
-from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group, sums_pitch
+from halfbyte.kernels.quantized_inputs import (
+    FP8_TOKEN,
+    INT8_TOKEN,
+    QuantizedInputs,
+    sum_group,
+    sums_pitch,
+)
 
 # Names of activations in transformers' configs that the kernels have, by what the kernels call them.
 GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -57,16 +63,18 @@ def rms_norm(
 
 
 def rms_norm_quantize(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, group: int
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, group: int | None
 ) -> tuple[QuantizedInputs, torch.Tensor]:
-    """RMSNorm of ``x + residual``, quantized, and the sum. group: for the sums of codes.
+    """RMSNorm of ``x + residual``, quantized, and the sum. group: see :func:`quantize`.
 
     Unlike :func:`rms_norm`, values are not rounded in between: the RMS, by which a row is divided, goes into its scale.
     """
     if ops := ops_for(x, weight):
+        kind, groups = _kind(group)
         if residual is None:
-            return QuantizedInputs(*ops.rms_norm_quantize_fp8(x, weight, eps, group)), x
-        *quantized, total = ops.add_rms_norm_quantize_fp8(x, residual, weight, eps, group)
+            return QuantizedInputs(*getattr(ops, f"rms_norm_quantize_{kind}")(x, weight, eps, *groups)), x
+        op = getattr(ops, f"add_rms_norm_quantize_{kind}")
+        *quantized, total = op(x, residual, weight, eps, *groups)
         return QuantizedInputs(*quantized), total
     total = x if residual is None else x + residual
     values = total.float()
@@ -88,25 +96,37 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
     return functional.gelu(gate, approximate="tanh") * up
 
 
-def gated_quantize(gate: torch.Tensor, up: torch.Tensor, activation: str, group: int) -> QuantizedInputs:
-    """:func:`gated`, quantized."""
+def gated_quantize(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, group: int | None
+) -> QuantizedInputs:
+    """:func:`gated`, quantized. group: see :func:`quantize`."""
     if ops := ops_for(gate, up):
-        return QuantizedInputs(*getattr(ops, f"{activation}_and_mul_quantize_fp8")(gate, up, group))
+        kind, groups = _kind(group)
+        return QuantizedInputs(*getattr(ops, f"{activation}_and_mul_quantize_{kind}")(gate, up, *groups))
     return quantize(gated(gate, up, activation), group)
 
 
-def quantize(x: torch.Tensor, group: int) -> QuantizedInputs:
-    """Rows in E4M3 with a scale each, and their sums over groups of ``group``."""
+def quantize(x: torch.Tensor, group: int | None) -> QuantizedInputs:
+    """Rows in E4M3 with a scale each, and their sums over groups of ``group``; with none, in INT8 and over all."""
     if ops := ops_for(x):
-        return QuantizedInputs(*ops.quantize_fp8_per_token(x, group))
+        kind, sizes = _kind(group)
+        return QuantizedInputs(*getattr(ops, f"quantize_{kind}_per_token")(x, *sizes))
+    if group is None:
+        codes, scales = quantize_activations(x, INT8_TOKEN)
+        return QuantizedInputs(codes, scales, codes.sum(-1, keepdim=True, dtype=torch.int32))
     codes, scales = quantize_activations(x, FP8_TOKEN)
     groups = -(-codes.shape[1] // group)
     values = functional.pad(codes.float(), (0, sums_pitch(groups) * group - codes.shape[1]))
     return QuantizedInputs(codes, scales, values.unflatten(-1, (-1, group)).sum(-1)[:, :groups])
 
 
+def _kind(group: int | None) -> tuple[str, tuple[int, ...]]:
+    """What ops for such sums end with, and what they are told of the group."""
+    return ("int8", ()) if group is None else ("fp8", (group,))
+
+
 class QuantizesTokens:
-    """A kernel's ``quantize``, where a token has one FP8 scale."""
+    """A kernel's ``quantize``, where a token has one scale."""
 
     def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
         """``[M, in]`` with the sums that this weight's groups need."""

@@ -17,7 +17,7 @@ from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat, pack_blocks, unp
 from halfbyte.kernels.hopper.w4a8_scales import dead_groups, normalized
 from halfbyte.kernels.hopper.workspace import reserve
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
-from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group
+from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, e4m3_sum_group
 from halfbyte.kernels.triton.linear_conditions import (
     HALVES,
     gpu_conditions,
@@ -76,7 +76,7 @@ class _HopperInt4(ABC):
     def prepare(
         self, q: QuantizedTensor, problem: LinearProblem, input_scale: torch.Tensor | None = None
     ) -> Prepared:
-        repeats, groups = _repeats(problem), -(-problem.in_features // sum_group(problem.scheme))
+        repeats, groups = _repeats(problem), -(-problem.in_features // e4m3_sum_group(problem.scheme))
 
         def repeated(values: torch.Tensor) -> torch.Tensor:
             return values.repeat_interleave(repeats, 1)[:, :groups]
@@ -122,12 +122,12 @@ class HopperW4A8(QuantizesTokens, _HopperInt4):
         return problem.scheme.activations == FP8_TOKEN, "inputs must be E4M3 with a dynamic scale per token"
 
     def _format(self, problem: LinearProblem, is_normalized: bool, zero_points: bool) -> BlockFormat:
-        return w4a8_codes.block_format(sum_group(problem.scheme), is_normalized, zero_points)
+        return w4a8_codes.block_format(e4m3_sum_group(problem.scheme), is_normalized, zero_points)
 
     def _pack(self, problem: LinearProblem, q: QuantizedTensor) -> dict[str, torch.Tensor]:
         tensors, held = {}, normalized(q.scales)
         if held is None:
-            dead = dead_groups(q.codes, sum_group(problem.scheme), q.zero_points)
+            dead = dead_groups(q.codes, e4m3_sum_group(problem.scheme), q.zero_points)
             held = normalized(q.scales.flatten().index_fill(0, dead, 0).view(q.scales.shape))
             if held is not None:
                 tensors = {"dead_groups": dead, "dead_scales": q.scales.flatten()[dead]}
@@ -196,7 +196,7 @@ class HopperW4A16(_HopperInt4):
 
     def _format(self, problem: LinearProblem, is_normalized: bool, zero_points: bool) -> BlockFormat:
         scale = FLOAT_SCALE_DTYPES[problem.scheme.weights.scale]
-        return BlockFormat(sum_group(problem.scheme), scale, problem.dtype if zero_points else None)
+        return BlockFormat(e4m3_sum_group(problem.scheme), scale, problem.dtype if zero_points else None)
 
     def _pack(self, problem: LinearProblem, q: QuantizedTensor) -> dict[str, torch.Tensor]:
         fmt, zeros = self._format(problem, False, q.zero_points is not None), None

@@ -8,13 +8,13 @@ import torch
 
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.scales import FLOAT_SCALE_DTYPES
-from halfbyte.formats.spec import ActivationFormat
+from halfbyte.kernels.fused import QuantizesTokens
 from halfbyte.kernels.hopper import w4a8_int8_codes as layout
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat, pack_blocks, unpack_blocks
 from halfbyte.kernels.hopper.workspace import reserve
 from halfbyte.kernels.hopper_int4 import has_bindings
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
-from halfbyte.kernels.quantized_inputs import QuantizedInputs
+from halfbyte.kernels.quantized_inputs import INT8_TOKEN, QuantizedInputs
 from halfbyte.kernels.triton.linear_conditions import (
     HALVES,
     LARGEST_INT8_K,
@@ -27,10 +27,8 @@ from halfbyte.kernels.triton.linear_conditions import (
 )
 from halfbyte.kernels.triton_linear import refuse_beyond_int8
 
-INT8_TOKEN = ActivationFormat("int8", "token")
 
-
-class HopperW4A8Int8:
+class HopperW4A8Int8(QuantizesTokens):
     """INT8 inputs with a dynamic scale per token, by ``hopper/sources/w4a8_int8.cu``."""
 
     name = "hopper-w4a8-int8"
@@ -103,13 +101,6 @@ class HopperW4A8Int8:
         """The same, before it is prepared."""
         size = problem.scheme.weights.group_size
         return layout.block_format(min(size, INPUTS) if size else None)
-
-    def quantize(self, x: torch.Tensor, prepared: Prepared) -> QuantizedInputs:
-        """INT8 codes ``[M, in]``, their scales and their sums."""
-        from halfbyte.kernels.triton.linear_inputs import quantized_inputs
-
-        codes, scales = quantized_inputs(x, INT8_TOKEN, None)
-        return QuantizedInputs(codes, scales, codes.sum(-1, keepdim=True, dtype=torch.int32))
 
     def run(self, x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.run_quantized(self.quantize(x, prepared), prepared, bias)

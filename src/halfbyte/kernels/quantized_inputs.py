@@ -10,15 +10,16 @@ from halfbyte.formats.spec import ActivationFormat
 from halfbyte.kernels.problem import Kernel, Prepared
 from halfbyte.schemes import Scheme
 
-FP8_TOKEN = ActivationFormat("e4m3", "token")
+FP8_TOKEN, INT8_TOKEN = ActivationFormat("e4m3", "token"), ActivationFormat("int8", "token")
 _SUM_GROUPS = (32, 64, 128)
 
 
 class QuantizedInputs(NamedTuple):
-    """``[M, K]`` inputs in E4M3, one dynamic scale per token.
+    """``[M, K]`` inputs in E4M3 or INT8, one dynamic scale per token.
 
-    codes: float8_e4m3fn ``[M, K]``. scales: fp32 ``[M, 1]``. sums: fp32 ``[M, ceil(K / group)]``, the sum of each
-    token's codes (their values, unscaled) over each group along K; rows are multiples of 16 bytes apart.
+    codes: float8_e4m3fn or int8 ``[M, K]``. scales: fp32 ``[M, 1]``. sums: of each token's codes (their values,
+    unscaled); with E4M3 over each group along K, fp32 ``[M, ceil(K / group)]``, rows multiples of 16 bytes apart; with
+    INT8 over all of K, int32 ``[M, 1]``.
     """
 
     codes: torch.Tensor
@@ -41,8 +42,18 @@ class SharedInputsKernel(Protocol):
         ...
 
 
-def sum_group(scheme: Scheme) -> int:
-    """The group over which :class:`QuantizedInputs` has to sum for a weight of ``scheme``: 32, 64 or 128."""
+def sum_group(scheme: Scheme) -> int | None:
+    """The group over which :class:`QuantizedInputs` has to sum for a weight of ``scheme``.
+
+    32, 64 or 128 inputs in E4M3; none, that is all of K, in INT8.
+    """
+    if scheme.activations == INT8_TOKEN:
+        return None
+    return e4m3_sum_group(scheme)
+
+
+def e4m3_sum_group(scheme: Scheme) -> int:
+    """32, 64 or 128: what a weight's groups are, or are made of."""
     size = scheme.weights.group_size
     return size if size in _SUM_GROUPS else max(_SUM_GROUPS)
 
@@ -54,4 +65,4 @@ def sums_pitch(groups: int) -> int:
 
 def can_share_inputs(kernel: Kernel, scheme: Scheme) -> bool:
     """Whether ``kernel`` takes :class:`QuantizedInputs` for a layer of ``scheme``."""
-    return scheme.activations == FP8_TOKEN and isinstance(kernel, SharedInputsKernel)
+    return scheme.activations in (FP8_TOKEN, INT8_TOKEN) and isinstance(kernel, SharedInputsKernel)

@@ -159,7 +159,7 @@ class TritonW4A8(QuantizesTokens):
         )
 
 
-class _EightBits:
+class _EightBits(QuantizesTokens):
     """Weights that stay as they are stored."""
 
     def prepare(
@@ -181,6 +181,11 @@ class _EightBits:
         if prepared.problem.scheme.activations is None:
             return self._multiply(x, None, prepared, bias)
         return self._multiply(*_quantized(x, prepared), prepared, bias)
+
+    def run_quantized(
+        self, inputs: QuantizedInputs, prepared: Prepared, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._multiply(inputs.codes, inputs.scales, prepared, bias)
 
     def _multiply(
         self, codes: torch.Tensor, scale: torch.Tensor | None, prepared: Prepared, bias: torch.Tensor | None
@@ -221,7 +226,7 @@ class TritonInt8(_EightBits):
         yield from gpu_conditions(problem, (8, 0))
 
 
-class TritonFp8(QuantizesTokens, _EightBits):
+class TritonFp8(_EightBits):
     """E4M3 weights and inputs: one scale per channel or tensor, or per 128 x 128 weights and 128 inputs."""
 
     name = "triton-fp8"
@@ -247,11 +252,6 @@ class TritonFp8(QuantizesTokens, _EightBits):
         else:
             yield is_simple(activations, "e4m3"), "inputs must be E4M3 with a scale per token or tensor"
         yield from gpu_conditions(problem, (8, 9))
-
-    def run_quantized(
-        self, inputs: QuantizedInputs, prepared: Prepared, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self._multiply(inputs.codes, inputs.scales, prepared, bias)
 
 
 def _quantized(x: torch.Tensor, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor]:

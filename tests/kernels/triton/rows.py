@@ -54,6 +54,18 @@ def assert_fp8(x: torch.Tensor, results: tuple[torch.Tensor, ...], group_size: i
     assert_sums(codes, sums, group_size)
 
 
+def assert_int8(x: torch.Tensor, results: tuple[torch.Tensor, ...]) -> None:
+    """The results of an INT8 op are the codes and scales of ``x`` by definition, and each row's sum of codes."""
+    codes, scales, sums = results
+    assert_codes(x, codes, scales, INT8)
+    assert_row_sums(codes, sums)
+
+
+def assert_row_sums(codes: torch.Tensor, sums: torch.Tensor) -> None:
+    """``sums`` are those of each token's INT8 codes, exact."""
+    assert_same(sums, codes.sum(-1, keepdim=True, dtype=torch.int32))
+
+
 def assert_sums(codes: torch.Tensor, sums: torch.Tensor, group_size: int) -> None:
     """``sums`` are those of the groups of each token's codes, in fp32, each token's where 16 bytes begin."""
     rows, columns = codes.shape

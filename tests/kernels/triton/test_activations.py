@@ -13,9 +13,8 @@ import halfbyte.kernels.triton.activations  # noqa: F401
 from halfbyte.errors import HalfbyteError
 from tests.kernels.triton.rows import (
     DTYPES,
-    INT8,
-    assert_codes,
     assert_fp8,
+    assert_int8,
     assert_same,
     hostile_rows,
     normal_rows,
@@ -43,10 +42,8 @@ def test_fp8_follows_the_definition(run: Runner, shapes: list[tuple[int, int]]) 
 
 def test_int8_follows_the_definition(run: Runner, shapes: list[tuple[int, int]]) -> None:
     cases = [hostile_rows(rows, columns, dtype) for dtype in DTYPES for rows, columns in shapes]
-    for x, (codes, scales) in zip(
-        cases, run([("quantize_int8_per_token", (x,)) for x in cases]), strict=True
-    ):
-        assert_codes(x, codes, scales, INT8)
+    for x, results in zip(cases, run([("quantize_int8_per_token", (x,)) for x in cases]), strict=True):
+        assert_int8(x, results)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -60,7 +57,7 @@ def test_every_quotient_of_two_16_bit_numbers(run: Runner, dtype: torch.dtype) -
     x = (torch.cat([largest, inputs.minimum(largest)], dim=1) * 2.0**15).to(dtype)
     fp8, int8 = run([("quantize_fp8_per_token", (x, 128)), ("quantize_int8_per_token", (x,))])
     assert_fp8(x, fp8, 128)
-    assert_codes(x, *int8, INT8)
+    assert_int8(x, int8)
 
 
 def test_long_rows_are_read_in_parts(run: Runner) -> None:
@@ -74,7 +71,7 @@ def test_long_rows_are_read_in_parts(run: Runner) -> None:
     )
     assert_fp8(x, fp8, 64)
     assert_fp8(y, wide, 128)
-    assert_codes(x, *int8, INT8)
+    assert_int8(x, int8)
 
 
 def test_rows_may_lie_apart(run: Runner) -> None:
@@ -114,10 +111,16 @@ def activated(gate: torch.Tensor, op: str) -> torch.Tensor:
 @pytest.mark.parametrize("op", ["silu_and_mul", "gelu_tanh_and_mul"])
 def test_gated_activations(run: Runner, shapes: list[tuple[int, int]], op: str) -> None:
     cases = [gates(rows, columns, dtype) for dtype in DTYPES for rows, columns in shapes]
-    results = run([*((op, case) for case in cases), *((f"{op}_quantize_fp8", (*case, 64)) for case in cases)])
-    plain, quantized = results[: len(cases)], results[len(cases) :]
+    results = run(
+        [
+            *((op, case) for case in cases),
+            *((f"{op}_quantize_fp8", (*case, 64)) for case in cases),
+            *((f"{op}_quantize_int8", case) for case in cases),
+        ]
+    )
+    plain, fp8, int8 = (results[i * len(cases) : (i + 1) * len(cases)] for i in range(3))
     as_torch = []
-    for (gate, up), (product,), codes in zip(cases, plain, quantized, strict=True):
+    for (gate, up), (product,), *quantized in zip(cases, plain, fp8, int8, strict=True):
         assert (product.dtype, product.shape) == (gate.dtype, gate.shape)
         # Exponentials are approximate; then it is rounded twice: the activation, and the product.
         want = activated(gate.double(), op) * up.double()
@@ -127,7 +130,8 @@ def test_gated_activations(run: Runner, shapes: list[tuple[int, int]], op: str) 
         if op == "silu_and_mul" and gate.dtype == torch.bfloat16:
             as_torch.append((product == F.silu(gate) * up).flatten())
         # What is quantized is that product.
-        assert_fp8(product, codes, 64)
+        assert_fp8(product, quantized[0], 64)
+        assert_int8(product, quantized[1])
     # Few exponentials are so far off that a rounding turns, or so large that their reciprocal becomes 0.
     assert not as_torch or torch.cat(as_torch).double().mean() > 0.99
 
@@ -150,7 +154,9 @@ def test_gates_that_are_not_finite_stay_in_their_row(run: Runner) -> None:
 
 FAKE_CALLS = [
     ("quantize_fp8_per_token", 1, (32,), [(9, 200), (9, 1), (9, 7)]),
-    ("quantize_int8_per_token", 1, (), [(9, 200), (9, 1)]),
+    ("quantize_int8_per_token", 1, (), [(9, 200), (9, 1), (9, 1)]),
+    ("silu_and_mul_quantize_int8", 2, (), [(9, 200), (9, 1), (9, 1)]),
+    ("gelu_tanh_and_mul_quantize_int8", 2, (), [(9, 200), (9, 1), (9, 1)]),
     ("silu_and_mul", 2, (), [(9, 200)]),
     ("gelu_tanh_and_mul", 2, (), [(9, 200)]),
     ("silu_and_mul_quantize_fp8", 2, (128,), [(9, 200), (9, 1), (9, 2)]),
@@ -168,10 +174,13 @@ def test_fake_outputs_have_the_shapes(
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     assert [tuple(out.shape) for out in outputs] == shapes_out
     assert all(out.is_contiguous() for out in outputs[:2])
-    assert all(out.stride(0) % 4 == 0 for out in outputs[2:])
-    codes = {"quantize_int8_per_token": torch.int8, "silu_and_mul": x.dtype, "gelu_tanh_and_mul": x.dtype}
-    assert outputs[0].dtype == codes.get(op, torch.float8_e4m3fn)
-    assert all(out.dtype == torch.float32 for out in outputs[1:])
+    dtypes = [x.dtype]
+    if "int8" in op:
+        dtypes = [torch.int8, torch.float32, torch.int32]
+    elif "fp8" in op:
+        dtypes = [torch.float8_e4m3fn, torch.float32, torch.float32]
+        assert outputs[2].stride(0) % 4 == 0
+    assert [out.dtype for out in outputs] == dtypes
 
 
 def refusals() -> list[tuple[tuple[object, ...], str]]:

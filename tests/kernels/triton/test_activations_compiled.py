@@ -28,11 +28,14 @@ def calls(
     yield ("quantize_int8_per_token", (x,)), ALL
     yield ("rms_norm", (x, weight, 1e-5)), ALL
     yield ("add_rms_norm", (x, x, weight, 1e-5)), ALL
+    yield ("rms_norm_quantize_int8", (x, weight, 1e-5)), ALL
+    yield ("add_rms_norm_quantize_int8", (x, x, weight, 1e-5)), ALL
     yield ("quantize_fp8_per_token", (x, group)), FP8
     yield ("rms_norm_quantize_fp8", (x, weight, 1e-5, group)), FP8
     yield ("add_rms_norm_quantize_fp8", (x, x, weight, 1e-5, group)), FP8
     for activation in ("silu", "gelu_tanh"):
         yield (f"{activation}_and_mul", (x, x)), ALL
+        yield (f"{activation}_and_mul_quantize_int8", (x, x)), ALL
         yield (f"{activation}_and_mul_quantize_fp8", (x, x, group)), FP8
 
 

@@ -10,7 +10,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import halfbyte.kernels.triton.norms  # noqa: F401
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.activations import quantize_activations
-from tests.kernels.triton.rows import DTYPES, FP8, assert_same, assert_sums, hostile_rows, normal_rows
+from tests.kernels.triton.rows import (
+    DTYPES,
+    FP8,
+    INT8,
+    assert_row_sums,
+    assert_same,
+    assert_sums,
+    hostile_rows,
+    normal_rows,
+)
 from tests.kernels.triton.runners import Call, Results, Runner
 
 EPS = 1e-5
@@ -57,14 +66,14 @@ def assert_normed(normed: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def assert_normed_codes(
-    x: torch.Tensor, normed: torch.Tensor, results: tuple[torch.Tensor, ...], group: int
+    x: torch.Tensor, normed: torch.Tensor, results: tuple[torch.Tensor, ...], group: int | None
 ) -> None:
     """Codes are those of the row times the weight, bit for bit; the row's RMS is in its scale. So values are half a
-    step of E4M3 from the normed ones, and what rounding of those takes.
+    step of E4M3, or with no group of INT8, from the normed ones, and what rounding of those takes.
     """
     codes, scales, sums = results
     weighted = x.float() * weight_for(x).float()
-    want_codes, want_scales = quantize_activations(weighted, FP8)
+    want_codes, want_scales = quantize_activations(weighted, INT8 if group is None else FP8)
     assert_same(codes, want_codes)
     inverse_rms = (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
     kept = ~want_scales.isnan()
@@ -74,9 +83,13 @@ def assert_normed_codes(
     want = want_scales.double() * inverse_rms
     assert ((scales.double() - want).abs() <= want * 2.0**-20)[small].all()
     found, want = codes.double() * scales.double(), normed.double()
-    bound = want.abs() * (2.0**-4 + 2.0**-6) + scales.double() * 2.0**-9
+    of_value, of_scale = (2.0**-6, 0.5) if group is None else (2.0**-4 + 2.0**-6, 2.0**-9)
+    bound = want.abs() * of_value + scales.double() * of_scale
     assert ((found - want).abs() <= bound)[kept[:, 0]].all()
-    assert_sums(codes, sums, group)
+    if group is None:
+        assert_row_sums(codes, sums)
+    else:
+        assert_sums(codes, sums, group)
 
 
 def in_turn(run: Runner, *batches: list[Call]) -> list[Results]:
@@ -87,34 +100,36 @@ def in_turn(run: Runner, *batches: list[Call]) -> list[Results]:
 
 def test_rms_norm_is_that_of_llama(run: Runner, shapes: list[tuple[int, int]]) -> None:
     inputs = [(x, weight_for(x), EPS) for x in cases(shapes)]
-    plain, quantized, others = in_turn(
+    plain, quantized, others, int8 = in_turn(
         run,
         [("rms_norm", each) for each in inputs],
         [("rms_norm_quantize_fp8", (*each, 128)) for each in inputs],
         [("rms_norm_quantize_fp8", (*each, 32)) for each in inputs],
+        [("rms_norm_quantize_int8", each) for each in inputs],
     )
-    for (x, *_), (normed,), results, other in zip(inputs, plain, quantized, others, strict=True):
+    for (x, *_), (normed,), *found in zip(inputs, plain, quantized, others, int8, strict=True):
         assert_normed(normed, x)
-        assert_normed_codes(x, normed, results, 128)
-        assert_normed_codes(x, normed, other, 32)
+        for results, group in zip(found, (128, 32, None), strict=True):
+            assert_normed_codes(x, normed, results, group)
 
 
 def test_residuals_are_added_first(run: Runner, shapes: list[tuple[int, int]]) -> None:
     inputs = [(x, residual_for(x), weight_for(x), EPS) for x in cases(shapes)]
-    plain, quantized, others = in_turn(
+    plain, quantized, others, int8 = in_turn(
         run,
         [("add_rms_norm", each) for each in inputs],
         [("add_rms_norm_quantize_fp8", (*each, 128)) for each in inputs],
         [("add_rms_norm_quantize_fp8", (*each, 64)) for each in inputs],
+        [("add_rms_norm_quantize_int8", each) for each in inputs],
     )
-    for (x, residual, *_), (normed, hidden), (*results, also), (*other, _) in zip(
-        inputs, plain, quantized, others, strict=True
+    for (x, residual, *_), (normed, hidden), *found in zip(
+        inputs, plain, quantized, others, int8, strict=True
     ):
         assert_same(hidden, x + residual)
-        assert_same(also, x + residual)
         assert_normed(normed, x + residual)
-        assert_normed_codes(x + residual, normed, tuple(results), 128)
-        assert_normed_codes(x + residual, normed, tuple(other), 64)
+        for (*results, also), group in zip(found, (128, 64, None), strict=True):
+            assert_same(also, x + residual)
+            assert_normed_codes(x + residual, normed, tuple(results), group)
 
 
 def test_rows_may_lie_apart(run: Runner) -> None:
@@ -139,6 +154,10 @@ def test_fake_outputs_have_the_shapes() -> None:
         pair = ops.add_rms_norm(x, x, weight, EPS)
         quantized = ops.rms_norm_quantize_fp8(x, weight, EPS, 32)
         summed = ops.add_rms_norm_quantize_fp8(x, x, weight, EPS, 128)
+        int8 = (
+            *ops.rms_norm_quantize_int8(x, weight, EPS),
+            *ops.add_rms_norm_quantize_int8(x, x, weight, EPS),
+        )
     rows = ((9, 200), torch.float16)
     codes, scales = ((9, 200), torch.float8_e4m3fn), ((9, 1), torch.float32)
     described = [(tuple(out.shape), out.dtype) for out in (plain, *pair, *quantized, *summed)]
@@ -147,6 +166,8 @@ def test_fake_outputs_have_the_shapes() -> None:
         *(codes, scales, ((9, 7), torch.float32)),
         *(codes, scales, ((9, 2), torch.float32), rows),
     ]
+    whole = (((9, 200), torch.int8), ((9, 1), torch.float32), ((9, 1), torch.int32))
+    assert [(tuple(out.shape), out.dtype) for out in int8] == [*whole, *whole, rows]
     sums = quantized[2], summed[2]
     assert all(each.stride(0) % 4 == 0 for each in sums)
     others = (plain, *pair, *quantized[:2], *summed[:2], summed[3])

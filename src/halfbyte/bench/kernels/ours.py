@@ -12,7 +12,6 @@ import torch
 from halfbyte.bench.kernels.contender import Contender, MissingError, Task, linear
 from halfbyte.bench.kernels.operands import Operands, Shape
 from halfbyte.bench.kernels.timing import rotation
-from halfbyte.kernels.hopper_int8 import HopperW4A8Int8
 from halfbyte.kernels.problem import Kernel, LinearProblem
 from halfbyte.kernels.quantized_inputs import SharedInputsKernel, can_share_inputs
 from halfbyte.kernels.registry import KERNELS, explain
@@ -71,7 +70,7 @@ def _of_kernel(kernel: Kernel, op: str, scheme: Scheme, from_bf16: bool) -> list
 
         return Contender(kernel.name, op, scheme.name, scheme.weights.group_size, inputs, load)
 
-    if not (can_share_inputs(kernel, scheme) or isinstance(kernel, HopperW4A8Int8)):
+    if not can_share_inputs(kernel, scheme):
         return [contender("bf16")]
     return [contender("quantized"), *([contender("bf16")] if from_bf16 else [])]
 

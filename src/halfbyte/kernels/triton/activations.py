@@ -1,13 +1,14 @@
 # ruff: noqa: N803, N806
 """Inputs of quantized layers in 8 bits with a scale per token, on the GPU: plain, or after a gated activation.
 
-``torch.ops.halfbyte``: ``quantize_fp8_per_token``, ``quantize_int8_per_token``, ``silu_and_mul_quantize_fp8`` and
-``gelu_tanh_and_mul_quantize_fp8``; without quantization ``silu_and_mul`` and ``gelu_tanh_and_mul``. Codes and scales
-are those of :mod:`halfbyte.formats.activations`, bit for bit.
+``torch.ops.halfbyte``: ``quantize_fp8_per_token``, ``silu_and_mul_quantize_fp8``, ``gelu_tanh_and_mul_quantize_fp8``,
+the same three for ``int8``; without quantization ``silu_and_mul`` and ``gelu_tanh_and_mul``. Codes and scales are those
+of :mod:`halfbyte.formats.activations`, bit for bit.
 
 E4M3 ops also give ``sums``, fp32 ``[M, ceil(K / group_size)]``: ``sums[m, g]`` is the sum of the codes' values
 (without the scale) of token ``m`` in group ``g``, which weights with zero points need; its rows are multiples of 16
-bytes apart. A token that holds NaN or Inf gets the scale NaN, and no other token changes.
+bytes apart. INT8 ops give the sum of all codes of a token, int32 ``[M, 1]``. A token that holds NaN or Inf gets the
+scale NaN, and no other token changes.
 """
 
 from __future__ import annotations
@@ -29,11 +30,19 @@ from halfbyte.kernels.triton.row_math import (
     tile_columns,
     widened,
 )
-from halfbyte.kernels.triton.rows import check_fp8, check_rows, cut_rows, fp8_outputs, on_device, row_options
+from halfbyte.kernels.triton.rows import (
+    INT8_GROUP,
+    check_fp8,
+    check_rows,
+    cut_rows,
+    fp8_outputs,
+    int8_outputs,
+    on_device,
+    row_options,
+)
 
 # Values of a row that a program holds at a time, by bytes of a value. Longer rows are read twice.
 _LARGEST_TILE = {2: 32768, 4: 16384}
-_INT8_GROUP = 128
 # Where nothing is asked of a whole row, programs share it in parts of this many values.
 _GATED_TILE = 2048
 
@@ -80,7 +89,7 @@ def quantize_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One row, in tiles of ``GROUPS`` groups: E4M3 codes and sums, or INT8 codes if ``sums`` is none."""
+    """One row, in tiles of ``GROUPS`` groups: E4M3 codes and the groups' sums, or INT8 codes and the row's sum."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -90,6 +99,7 @@ def quantize_kernel(
     if ACTIVATION is not None:
         up += row * up_stride
     DTYPE: tl.constexpr = x.dtype.element_ty
+    IS_INT8: tl.constexpr = codes.dtype.element_ty == tl.int8
     groups = tl.arange(0, GROUPS)
     columns = tile_columns(GROUPS, GROUP)
 
@@ -98,16 +108,17 @@ def quantize_kernel(
     for tile in tl.static_range(1, TILES):
         values = _read(x, up, columns + tile * GROUPS * GROUP, COLUMNS, ACTIVATION)
         magnitude = tl.maximum(magnitude, largest_magnitude(values))
-    scale = scale_for(magnitude, 127.0 if sums is None else 448.0)
+    scale = scale_for(magnitude, 127.0 if IS_INT8 else 448.0)
     tl.store(scales + row, scale)
+    total = 0
 
     for step in tl.static_range(TILES):
         # Backwards, since the last tile is at hand.
         first = (TILES - 1 - step) * GROUPS
         if step > 0:
             values = _read(x, up, columns + first * GROUP, COLUMNS, ACTIVATION)
-        if sums is None:
-            store_int8(values, scale, codes, columns + first * GROUP, COLUMNS, DTYPE)
+        if IS_INT8:
+            total += store_int8(values, scale, codes, columns + first * GROUP, COLUMNS, DTYPE)
         else:
             here = groups + first
             store_fp8(
@@ -121,6 +132,8 @@ def quantize_kernel(
                 COLUMNS,
                 DTYPE,
             )
+    if IS_INT8:
+        tl.store(sums + row, total)
 
 
 @triton.jit
@@ -181,12 +194,28 @@ def gelu_tanh_and_mul_quantize_fp8(
 
 
 @torch.library.custom_op("halfbyte::quantize_int8_per_token", mutates_args=())
-def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``[M, K]`` as INT8 codes in [-127, 127] (0 in a row with NaN or Inf) and fp32 scales ``[M, 1]``."""
+def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows ``[M, K]`` as INT8 codes in [-127, 127] (0 in a row with NaN or Inf), fp32 scales ``[M, 1]``, sums."""
     check_rows("quantize_int8_per_token", x)
-    codes, scales = _int8_outputs(x)
-    _launch(x, None, codes, scales, None, _INT8_GROUP, None)
-    return codes, scales
+    return _quantized_int8(x, None, None)
+
+
+@torch.library.custom_op("halfbyte::silu_and_mul_quantize_int8", mutates_args=())
+def silu_and_mul_quantize_int8(
+    gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What ``silu_and_mul`` gives, as INT8 codes, scales and sums."""
+    check_rows("silu_and_mul_quantize_int8", gate, up)
+    return _quantized_int8(gate, up, "silu")
+
+
+@torch.library.custom_op("halfbyte::gelu_tanh_and_mul_quantize_int8", mutates_args=())
+def gelu_tanh_and_mul_quantize_int8(
+    gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What ``gelu_tanh_and_mul`` gives, as INT8 codes, scales and sums."""
+    check_rows("gelu_tanh_and_mul_quantize_int8", gate, up)
+    return _quantized_int8(gate, up, "gelu_tanh")
 
 
 @silu_and_mul.register_fake
@@ -209,8 +238,14 @@ def _(
 
 
 @quantize_int8_per_token.register_fake
-def _int8_outputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return int8_outputs(x)
+
+
+@silu_and_mul_quantize_int8.register_fake
+@gelu_tanh_and_mul_quantize_int8.register_fake
+def _(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return int8_outputs(gate)
 
 
 def _gated(op: str, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -241,12 +276,20 @@ def _quantized_fp8(
     return codes, scales, sums
 
 
+def _quantized_int8(
+    x: torch.Tensor, up: torch.Tensor | None, activation: str | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes, scales, sums = int8_outputs(x)
+    _launch(x, up, codes, scales, sums, INT8_GROUP, activation)
+    return codes, scales, sums
+
+
 def _launch(
     x: torch.Tensor,
     up: torch.Tensor | None,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    sums: torch.Tensor | None,
+    sums: torch.Tensor,
     group_size: int,
     activation: str | None,
 ) -> None:

@@ -216,6 +216,7 @@ def quantized_inputs(
             return quantize_per_tensor(x, dtype)
         return quantize_by_scale(x, input_scale, dtype), input_scale
     if fmt.element == "int8":
-        return quantize_int8_per_token(x)
-    codes, scale, _ = quantize_fp8_per_token(x, _GROUP)
+        codes, scale, _ = quantize_int8_per_token(x)
+    else:
+        codes, scale, _ = quantize_fp8_per_token(x, _GROUP)
     return codes, scale

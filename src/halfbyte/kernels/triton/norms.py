@@ -1,7 +1,8 @@
 # ruff: noqa: N803, N806
-"""RMSNorm on the GPU, with the residual sum before it and the FP8 quantization after it in the same kernel.
+"""RMSNorm on the GPU, with the residual sum before it and the quantization after it in the same kernel.
 
-``torch.ops.halfbyte``: ``rms_norm``, ``add_rms_norm``, ``rms_norm_quantize_fp8``, ``add_rms_norm_quantize_fp8``.
+``torch.ops.halfbyte``: ``rms_norm``, ``add_rms_norm``, ``rms_norm_quantize_fp8``, ``add_rms_norm_quantize_fp8``,
+``rms_norm_quantize_int8``, ``add_rms_norm_quantize_int8``.
 The numbers are those of Llama's RMSNorm in transformers: the sum of squares and its root in fp32, the normed
 values rounded to the model's dtype, then the product with the weight, rounded again.
 
@@ -23,11 +24,21 @@ from halfbyte.kernels.triton.row_math import (
     scale_for,
     squares_and_largest_magnitude,
     store_fp8,
+    store_int8,
     sums_of_row,
     tile_columns,
     widened,
 )
-from halfbyte.kernels.triton.rows import check_fp8, check_rows, described, fp8_outputs, on_device, row_options
+from halfbyte.kernels.triton.rows import (
+    INT8_GROUP,
+    check_fp8,
+    check_rows,
+    described,
+    fp8_outputs,
+    int8_outputs,
+    on_device,
+    row_options,
+)
 
 # A row stays in the registers of one program.
 _LARGEST_ROW = 16384
@@ -74,21 +85,26 @@ def norm_kernel(
         values = rounded(rounded(values * root, DTYPE) * widened(factors), DTYPE)
         tl.store(normed + row * COLUMNS + columns, values.to(DTYPE), mask=inside)
     else:
+        IS_INT8: tl.constexpr = codes.dtype.element_ty == tl.int8
         weighted = values * widened(factors)
         squares, magnitude = squares_and_largest_magnitude(values, weighted)
-        scale = scale_for(magnitude, 448.0)
+        scale = scale_for(magnitude, 127.0 if IS_INT8 else 448.0)
         tl.store(scales + row, scale * tl.rsqrt(squares * (1.0 / COLUMNS) + eps))
-        store_fp8(
-            weighted,
-            scale,
-            codes + row * COLUMNS,
-            sums_of_row(sums, row, GROUP, COLUMNS),
-            groups,
-            columns,
-            GROUP,
-            COLUMNS,
-            tl.float32,
-        )
+        codes += row * COLUMNS
+        if IS_INT8:
+            tl.store(sums + row, store_int8(weighted, scale, codes, columns, COLUMNS, tl.float32))
+        else:
+            store_fp8(
+                weighted,
+                scale,
+                codes,
+                sums_of_row(sums, row, GROUP, COLUMNS),
+                groups,
+                columns,
+                GROUP,
+                COLUMNS,
+                tl.float32,
+            )
 
 
 @torch.library.custom_op("halfbyte::rms_norm", mutates_args=())
@@ -136,6 +152,28 @@ def add_rms_norm_quantize_fp8(
     return *outputs, hidden
 
 
+@torch.library.custom_op("halfbyte::rms_norm_quantize_int8", mutates_args=())
+def rms_norm_quantize_int8(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """RMSNorm as INT8 codes ``[M, K]``, fp32 scales ``[M, 1]`` and the rows' sums, without rounding in between."""
+    _check("rms_norm_quantize_int8", weight, x)
+    outputs = int8_outputs(x)
+    _launch(x, None, weight, eps, INT8_GROUP, quantized=outputs)
+    return outputs
+
+
+@torch.library.custom_op("halfbyte::add_rms_norm_quantize_int8", mutates_args=())
+def add_rms_norm_quantize_int8(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``rms_norm_quantize_int8`` of ``hidden = x + residual``. Returns: codes, scales, sums, and hidden."""
+    _check("add_rms_norm_quantize_int8", weight, x, residual)
+    outputs, hidden = int8_outputs(x), _rows_like(x)
+    _launch(x, residual, weight, eps, INT8_GROUP, hidden=hidden, quantized=outputs)
+    return *outputs, hidden
+
+
 @rms_norm.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _rows_like(x)
@@ -160,6 +198,18 @@ def _(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return *fp8_outputs(x, group_size), _rows_like(x)
+
+
+@rms_norm_quantize_int8.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return int8_outputs(x)
+
+
+@add_rms_norm_quantize_int8.register_fake
+def _(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return *int8_outputs(x), _rows_like(x)
 
 
 def _rows_like(x: torch.Tensor) -> torch.Tensor:

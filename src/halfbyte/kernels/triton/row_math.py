@@ -137,11 +137,15 @@ def store_int8(
     columns: tl.tensor,
     COLUMNS: tl.constexpr,
     DTYPE: tl.constexpr,
-) -> None:
-    """Write the INT8 codes of a tile: 0 where the scale is NaN. No quotient of a row leaves [-127, 127]."""
+) -> tl.tensor:
+    """Write the INT8 codes of a tile: 0 where the scale is NaN. No quotient of a row leaves [-127, 127].
+
+    Returns their sum.
+    """
     integers = (divided(values, scale, DTYPE) + TO_INTEGER).to(tl.int32, bitcast=True)
     tile = tl.where(scale == scale, integers, 0).to(tl.int8)
     tl.store(codes + columns, tile, mask=columns < COLUMNS)
+    return tl.sum(tile.to(tl.int32))
 
 
 @triton.jit

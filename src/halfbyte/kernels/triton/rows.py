@@ -12,6 +12,9 @@ import triton
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.quantized_inputs import sums_pitch
 
+INT8_GROUP = 128
+"""Of the tiles in which rows become INT8, which have no groups."""
+
 
 def check_rows(op: str, *inputs: torch.Tensor) -> None:
     """Errors: rows that no kernel here takes, with what is accepted. All inputs must be alike."""
@@ -51,6 +54,16 @@ def fp8_outputs(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.T
         x.new_empty(rows, columns, dtype=torch.float8_e4m3fn),
         x.new_empty(rows, 1, dtype=torch.float32),
         x.new_empty(rows, sums_pitch(groups), dtype=torch.float32)[:, :groups],
+    )
+
+
+def int8_outputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for INT8 codes ``[M, K]``, fp32 scales ``[M, 1]`` and the rows' sums, int32 ``[M, 1]``."""
+    rows = x.shape[0]
+    return (
+        x.new_empty(x.shape, dtype=torch.int8),
+        x.new_empty(rows, 1, dtype=torch.float32),
+        x.new_empty(rows, 1, dtype=torch.int32),
     )
 
 
