@@ -7,12 +7,13 @@ import torch
 
 from halfbyte.bench.kernels.request import ROWS, SHAPES
 from halfbyte.bench.kernels.tune import Subject, candidates, subjects
-from halfbyte.kernels.hopper import w4a8_codes, w4a8_fp8_scales_codes, w4a16
+from halfbyte.kernels.hopper import w4a8_codes, w4a8_fp8_scales_codes, w4a8_int8_codes, w4a16
 
 FORMATS = {
     "w4a8_linear": w4a8_codes.block_format(128, True, False),
     "w4a16_linear": w4a16.block_format(128, torch.bfloat16, False, torch.bfloat16),
     "w4a8_fp8_scales_linear": w4a8_fp8_scales_codes.FORMAT,
+    "w4a8_int8_linear": w4a8_int8_codes.block_format(128),
 }
 OTHER_SHAPES = ((1024, 4096), (2048, 8192), (6144, 4096), (10240, 8192), (14336, 4096), (36864, 4096))
 

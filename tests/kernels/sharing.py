@@ -8,7 +8,7 @@ import torch
 from halfbyte.kernels import registry
 from halfbyte.kernels.fused import quantize
 from halfbyte.kernels.problem import LinearProblem, Prepared, first_refusal
-from halfbyte.kernels.quantized_inputs import FP8_TOKEN, QuantizedInputs, sum_group
+from halfbyte.kernels.quantized_inputs import FP8_TOKEN, INT8_TOKEN, QuantizedInputs, sum_group
 from halfbyte.kernels.reference import Reference, exact_weight
 
 
@@ -23,7 +23,10 @@ class SharingReference(Reference):
     def can_implement(self, problem: LinearProblem) -> tuple[bool, str]:
         return first_refusal(
             [
-                (problem.scheme.activations == FP8_TOKEN, "inputs must be E4M3 with a scale per token"),
+                (
+                    problem.scheme.activations in (FP8_TOKEN, INT8_TOKEN),
+                    "inputs must be E4M3 or INT8 with a scale per token",
+                ),
                 (problem.dtype != torch.bfloat16, "not for bfloat16, which other kernels are for"),
             ]
         )

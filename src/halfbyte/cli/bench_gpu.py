@@ -95,7 +95,7 @@ def tune(
     shapes: Annotated[str | None, typer.Option(help="Comma-separated NxK of weights.")] = None,
     ms: Annotated[str | None, typer.Option(help="Comma-separated numbers of input rows M.")] = None,
     op: Annotated[
-        str, typer.Option(help="w4a8_linear, w4a16_linear or w4a8_fp8_scales_linear.")
+        str, typer.Option(help="w4a8_linear, w4a16_linear, w4a8_fp8_scales_linear or w4a8_int8_linear.")
     ] = "w4a8_linear",
     passes: Annotated[
         int, typer.Option(help="Timings of each configuration; the fastest counts.", min=1, max=_MOST_PASSES)

@@ -12,13 +12,17 @@ import torch
 from halfbyte.bench.kernels.contender import Contender, MissingError, Task, linear
 from halfbyte.bench.kernels.operands import Operands, Shape
 from halfbyte.bench.kernels.timing import rotation
+from halfbyte.formats.spec import TensorFormat
 from halfbyte.kernels.problem import Kernel, LinearProblem
 from halfbyte.kernels.quantized_inputs import SharedInputsKernel, can_share_inputs
 from halfbyte.kernels.registry import KERNELS, explain
 from halfbyte.schemes import PRESETS, Scheme
 
+PER_CHANNEL = "w4a8-int8 per channel"
+"""``w4a8-int8`` with one scale and zero point per channel, whatever the size of groups."""
+
 SCHEMES = {
-    "w4a8_linear": ("w4a8", "w4a8-int8"),
+    "w4a8_linear": ("w4a8", "w4a8-int8", PER_CHANNEL),
     "w4a16_linear": ("w4a16", "w4a16-asym"),
     "fp8_linear": ("fp8", "fp8_per_tensor", "fp8_per_block"),
     "int8_linear": ("w8a8-int8",),
@@ -28,11 +32,14 @@ SCHEMES = {
 
 def scheme_of(name: str, group_size: int | None) -> Scheme:
     """The preset with its scale dtype settled, and INT4 weights in groups of ``group_size`` (none: per channel)."""
+    if name == PER_CHANNEL:
+        name, group_size = "w4a8-int8", None
     scheme = PRESETS[name]
     weights = scheme.weights.with_scale("bf16")
-    if weights.element == "int4" and (group_size or weights.outer is None):
-        granularity = "group" if group_size else "channel"
-        weights = replace(weights, granularity=granularity, group_size=group_size)
+    if weights.element == "int4" and group_size:
+        weights = weights.with_group_size(group_size)
+    elif weights.element == "int4":
+        weights = TensorFormat("int4", "channel", symmetric=weights.symmetric, scale="bf16")
     return replace(scheme, weights=weights)
 
 
@@ -56,19 +63,23 @@ def contenders(
         problems = [LinearProblem(scheme, *shape, device, torch.bfloat16) for shape in shapes]
         able = {kernel.name: kernel for problem in problems for kernel in gpu_kernels(problem)}
         for kernel in able.values():
-            found += _of_kernel(kernel, op, scheme, from_bf16)
+            found += _of_kernel(kernel, op, scheme, name == PER_CHANNEL, from_bf16)
         if not able:
             reasons = [f"{kernel}: {reason}" for kernel, reason in explain(problems[0]).items() if reason]
             without[name] = f"no GPU kernel; {'; '.join(reasons)}"
     return found, without
 
 
-def _of_kernel(kernel: Kernel, op: str, scheme: Scheme, from_bf16: bool) -> list[Contender]:
+def _of_kernel(
+    kernel: Kernel, op: str, scheme: Scheme, per_channel: bool, from_bf16: bool
+) -> list[Contender]:
+    label = f"{kernel.name}-channel" if per_channel else kernel.name
+
     def contender(inputs: Literal["bf16", "quantized"]) -> Contender:
         def load(operands: Operands) -> Callable[[int], Task]:
             return _load(operands, kernel, scheme, quantized=inputs == "quantized")
 
-        return Contender(kernel.name, op, scheme.name, scheme.weights.group_size, inputs, load)
+        return Contender(label, op, scheme.name, scheme.weights.group_size, inputs, load)
 
     if not can_share_inputs(kernel, scheme):
         return [contender("bf16")]

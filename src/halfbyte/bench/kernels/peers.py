@@ -15,12 +15,14 @@ from halfbyte.bench.kernels.contender import MissingError
 from halfbyte.errors import HalfbyteError
 
 _VLLM_LIBRARIES = ("_C.*so", "_C_stable_libtorch.*so")
-_DISTRIBUTIONS = ("vllm", "humming-kernels", "gemlite")
+_SGLANG_LIBRARY = "sgl_kernel/sm90/common_ops.abi3.so"
+_DISTRIBUTIONS = ("vllm", "humming-kernels", "gemlite", "sglang-kernel")
 
 
 class Peers:
     """folder: as ``pip install --target`` fills it, or none. vLLM need not be whole: its extension module
-    ``_C_stable_libtorch.abi3.so`` is enough, in the folder or in ``vllm/`` below it.
+    ``_C_stable_libtorch.abi3.so`` is enough, in the folder or in ``vllm/`` below it; nor SGLang's kernels:
+    ``sgl_kernel/sm90/common_ops.abi3.so``.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -44,10 +46,20 @@ class Peers:
             where = f" and {self._folder} has no {_VLLM_LIBRARIES[1]}" if self._folder else ""
             raise MissingError(f"vllm is not installed{where}")
         for library in found:
-            try:
-                torch.ops.load_library(library)
-            except OSError as error:
-                raise MissingError(f"{library.name} does not load: {error.__cause__ or error}") from error
+            _load(library)
+
+    def load_sglang(self) -> None:
+        """Registers SGLang's operations as ``torch.ops.sgl_kernel`` without importing the package.
+
+        Errors: MissingError.
+        """
+        places = [self._folder] if self._folder is not None else []
+        spec = importlib.util.find_spec("sgl_kernel")
+        places += [Path(place).parent for place in (spec.submodule_search_locations or ())] if spec else []
+        library = next((file for place in places if (file := place / _SGLANG_LIBRARY).is_file()), None)
+        if library is None:
+            raise MissingError(f"sgl_kernel is not installed, and no folder of rivals has {_SGLANG_LIBRARY}")
+        _load(library)
 
     def module(self, name: str) -> ModuleType:
         """The package imported. Errors: MissingError, with what the import said."""
@@ -71,3 +83,10 @@ class Peers:
             return [self._folder]
         spec = importlib.util.find_spec("vllm")  # finds, does not import
         return [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+
+
+def _load(library: Path) -> None:
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        raise MissingError(f"{library.name} does not load: {error.__cause__ or error}") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from halfbyte.bench.kernels import gemlite, humming, ours, repack, row_ops, torch_ops, vllm
+from halfbyte.bench.kernels import gemlite, humming, ours, repack, row_ops, sglang, torch_ops, vllm
 from halfbyte.bench.kernels.contender import Contender
 from halfbyte.bench.kernels.operands import Shape
 from halfbyte.bench.kernels.peers import Peers
@@ -92,7 +92,7 @@ def _everyone(request: Request, peers: Peers, device: torch.device, results: Res
             results.miss("halfbyte", reason, op=op, scheme=scheme)
     if linear_ops:
         found += torch_ops.contenders()
-    for room in (vllm, humming, gemlite):
+    for room in (vllm, sglang, humming, gemlite):
         found += [rival for rival in room.contenders(peers, request.group_size) if rival.op in linear_ops]
     found += [contender for contender in row_ops.contenders(peers) if contender.op in request.ops]
     return found

@@ -17,7 +17,8 @@ from halfbyte.bench.kernels.contender import Contender, MissingError, Task
 from halfbyte.bench.kernels.operands import Inputs
 from halfbyte.bench.kernels.peers import Peers
 from halfbyte.bench.kernels.timing import rotation
-from halfbyte.kernels.quantized_inputs import FP8_TOKEN
+from halfbyte.formats.spec import ActivationFormat
+from halfbyte.kernels.quantized_inputs import FP8_TOKEN, INT8_TOKEN
 
 _EPSILON = 1e-6
 _SUMS_GROUP = 128
@@ -31,15 +32,15 @@ _Exact = Callable[[_Parts, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class _RowOp:
-    """inputs: how many ``[M, K]``. quantizes: to E4M3 in the end. sums: whether the sum of x and a residual is a
-    result too.
+    """inputs: how many ``[M, K]``. quantizes: to what in the end, if at all. sums: whether the sum of x and a residual
+    is a result too.
 
     exact: the result in float64, not quantized, from inputs and the norm's weight in float64. What is rounded to BF16
     on the way to codes is rounded here too; else many codes would differ by one.
     """
 
     inputs: int
-    quantizes: bool
+    quantizes: ActivationFormat | None
     exact: _Exact
     sums: bool = False
 
@@ -81,15 +82,22 @@ def _geglu(parts: _Parts, weight: torch.Tensor) -> torch.Tensor:
 
 
 OPS = {
-    "quantize_fp8_per_token": _RowOp(1, True, _unchanged),
-    "rms_norm": _RowOp(1, False, _normed),
-    "rms_norm_quantize_fp8": _RowOp(1, True, _normed_at_once),
-    "add_rms_norm": _RowOp(2, False, _of_sum(_normed), sums=True),
-    "add_rms_norm_quantize_fp8": _RowOp(2, True, _of_sum(_normed_at_once), sums=True),
-    "silu_and_mul": _RowOp(2, False, _swiglu),
-    "silu_and_mul_quantize_fp8": _RowOp(2, True, _rounded(_swiglu)),
-    "gelu_tanh_and_mul_quantize_fp8": _RowOp(2, True, _rounded(_geglu)),
+    "quantize_fp8_per_token": _RowOp(1, FP8_TOKEN, _unchanged),
+    "quantize_int8_per_token": _RowOp(1, INT8_TOKEN, _unchanged),
+    "rms_norm": _RowOp(1, None, _normed),
+    "rms_norm_quantize_fp8": _RowOp(1, FP8_TOKEN, _normed_at_once),
+    "rms_norm_quantize_int8": _RowOp(1, INT8_TOKEN, _normed_at_once),
+    "add_rms_norm": _RowOp(2, None, _of_sum(_normed), sums=True),
+    "add_rms_norm_quantize_fp8": _RowOp(2, FP8_TOKEN, _of_sum(_normed_at_once), sums=True),
+    "add_rms_norm_quantize_int8": _RowOp(2, INT8_TOKEN, _of_sum(_normed_at_once), sums=True),
+    "silu_and_mul": _RowOp(2, None, _swiglu),
+    "silu_and_mul_quantize_fp8": _RowOp(2, FP8_TOKEN, _rounded(_swiglu)),
+    "silu_and_mul_quantize_int8": _RowOp(2, INT8_TOKEN, _rounded(_swiglu)),
+    "gelu_tanh_and_mul_quantize_fp8": _RowOp(2, FP8_TOKEN, _rounded(_geglu)),
+    "gelu_tanh_and_mul_quantize_int8": _RowOp(2, INT8_TOKEN, _rounded(_geglu)),
 }
+_STORED = {FP8_TOKEN: torch.float8_e4m3fn, INT8_TOKEN: torch.int8, None: None}
+_SCHEMES = {FP8_TOKEN: "fp8", INT8_TOKEN: "int8", None: "bf16"}
 
 _Call = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 """Of the inputs side by side, the norm's weight and room: the result, or codes and scales, and what comes with it."""
@@ -112,8 +120,7 @@ def _contender(kernel: str, name: str, require: Callable[[], None], call: _Call)
         require()
         return _tasks(inputs, OPS[name], call)
 
-    scheme = "fp8" if OPS[name].quantizes else "bf16"
-    return Contender(kernel, name, scheme, None, "bf16", load)
+    return Contender(kernel, name, _SCHEMES[OPS[name].quantizes], None, "bf16", load)
 
 
 def _import(module: str) -> None:
@@ -132,18 +139,18 @@ def _tasks(inputs: Inputs, op: _RowOp, call: _Call) -> Callable[[int], Task]:
         first = torch.cat([inputs.x[:rows], *(each[:rows] for each in beside)], 1)
         more = min(_MOST_COPIES, rotation(first.nbytes, inputs.cache)) - 1
         copies = [first, *(first.clone() for _ in range(more))]
-        values = torch.empty_like(inputs.x[:rows], dtype=torch.float8_e4m3fn if op.quantizes else None)
+        values = torch.empty_like(inputs.x[:rows], dtype=_STORED[op.quantizes])
         room = (values, values.new_empty(rows, 1, dtype=torch.float32)) if op.quantizes else values
         calls = [partial(call, copy, weight, room) for copy in copies]
 
         def check() -> float:
             values.view(torch.uint8).fill_(NAN_BYTE)
             poison(values.nbytes, inputs.device)
-            got = _values(calls[0](), op.quantizes)
+            got = _values(calls[0](), op.quantizes is not None)
             require_finite(got, (rows, width))
             exact = op.exact([part.double() for part in first.chunk(op.inputs, 1)], weight.double())
             if op.quantizes:
-                exact = exact_inputs(exact.float(), FP8_TOKEN)
+                exact = exact_inputs(exact.float(), op.quantizes)
             return float((got - exact).norm() / exact.norm())
 
         return Task(calls, check, _work(op, rows, width))
@@ -171,7 +178,27 @@ _OURS: dict[str, tuple[str, _Call]] = {
         _ACTIVATIONS,
         lambda x, weight, room: torch.ops.halfbyte.quantize_fp8_per_token(x, _SUMS_GROUP),
     ),
+    "quantize_int8_per_token": (
+        _ACTIVATIONS,
+        lambda x, weight, room: torch.ops.halfbyte.quantize_int8_per_token(x),
+    ),
     "rms_norm": (_NORMS, lambda x, weight, room: torch.ops.halfbyte.rms_norm(x, weight, _EPSILON)),
+    "rms_norm_quantize_int8": (
+        _NORMS,
+        lambda x, weight, room: torch.ops.halfbyte.rms_norm_quantize_int8(x, weight, _EPSILON),
+    ),
+    "add_rms_norm_quantize_int8": (
+        _NORMS,
+        lambda x, weight, room: torch.ops.halfbyte.add_rms_norm_quantize_int8(*_halves(x), weight, _EPSILON),
+    ),
+    "silu_and_mul_quantize_int8": (
+        _ACTIVATIONS,
+        lambda x, weight, room: torch.ops.halfbyte.silu_and_mul_quantize_int8(*_halves(x)),
+    ),
+    "gelu_tanh_and_mul_quantize_int8": (
+        _ACTIVATIONS,
+        lambda x, weight, room: torch.ops.halfbyte.gelu_tanh_and_mul_quantize_int8(*_halves(x)),
+    ),
     "rms_norm_quantize_fp8": (
         _NORMS,
         lambda x, weight, room: torch.ops.halfbyte.rms_norm_quantize_fp8(x, weight, _EPSILON, _SUMS_GROUP),
@@ -228,6 +255,11 @@ def _vllm_quantize(x: torch.Tensor, weight: torch.Tensor, room: Any) -> Any:
     return room
 
 
+def _vllm_quantize_int8(x: torch.Tensor, weight: torch.Tensor, room: Any) -> Any:
+    torch.ops._C.dynamic_scaled_int8_quant(room[0], x, room[1], None)
+    return room
+
+
 def _vllm_rms_norm(x: torch.Tensor, weight: torch.Tensor, room: Any) -> Any:
     torch.ops._C.rms_norm(room, x, weight, _EPSILON)
     return room
@@ -245,7 +277,9 @@ def _vllm_silu_and_mul(x: torch.Tensor, weight: torch.Tensor, room: Any) -> Any:
 
 _VLLM: dict[str, _Call] = {
     "quantize_fp8_per_token": _vllm_quantize,
+    "quantize_int8_per_token": _vllm_quantize_int8,
     "rms_norm": _vllm_rms_norm,
     "rms_norm_quantize_fp8": _vllm_rms_norm_quantize,
+    "rms_norm_quantize_int8": _vllm_rms_norm_quantize,
     "silu_and_mul": _vllm_silu_and_mul,
 }

@@ -17,11 +17,12 @@ from halfbyte.bench.kernels.timing import Replay, rotation
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.vllm_scales import rounded_weight
-from halfbyte.kernels.hopper import w4a8_config, w4a8_fp8_scales_config, w4a16_config
+from halfbyte.kernels.hopper import w4a8_config, w4a8_fp8_scales_config, w4a8_int8_config, w4a16_config
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
 from halfbyte.kernels.hopper.config import MULTIPROCESSORS, Table, TileConfig, ceil_div, fitted
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A16
+from halfbyte.kernels.hopper_int8 import HopperW4A8Int8
 from halfbyte.kernels.problem import LinearProblem, Prepared
 
 # Tokens and rows of tiles, and in how many parts the tokens are multiplied.
@@ -104,6 +105,13 @@ def subjects() -> dict[str, Subject]:
             _bind_w4a8_fp8_scales,
             weight=lambda q: rounded_weight(q.codes, q.scales),
             most_error=5e-3,  # sums stay in the tensor cores, which keep fewer digits
+        ),
+        "w4a8_int8_linear": Subject(
+            HopperW4A8Int8(),
+            "w4a8-int8",
+            (w4a8_int8_config.W4A8Int8Config,),
+            w4a8_int8_config.TABLE,
+            _bind_w4a8_int8,
         ),
     }
 
@@ -255,5 +263,18 @@ def _bind_w4a8_fp8_scales(x: torch.Tensor, prepared: Prepared) -> Run:
         assert isinstance(config, w4a8_fp8_scales_config.W4A8Fp8ScalesConfig)
         operands = inputs.codes, inputs.scales, weight, prepared.tensors["channels"]
         run_w4a8_fp8_scales(config, *operands, None, out)
+
+    return run
+
+
+def _bind_w4a8_int8(x: torch.Tensor, prepared: Prepared) -> Run:
+    from halfbyte.kernels.hopper.w4a8_int8 import run_w4a8_int8
+
+    inputs, tensors = HopperW4A8Int8().quantize(x, prepared), prepared.tensors
+
+    def run(config: TileConfig, fmt: BlockFormat, weight: torch.Tensor, out: torch.Tensor) -> None:
+        assert isinstance(config, w4a8_int8_config.W4A8Int8Config)
+        operands = weight, tensors["channels"], tensors.get("zeros")
+        run_w4a8_int8(config, fmt, *inputs, *operands, None, out)
 
     return run

@@ -29,15 +29,9 @@ using Budget = Registers<PRODUCER_REGISTERS>;
 // Two sets of registers for codes, each for a block or, where that is too much, for half of one. (72: codes of two blocks,
 // 32, a block's codes and levels, 16, addresses and the like.) Measured (docs/kernel-log.md): four warpgroups that take
 // many tokens are faster in quarters, and codes fetched a step early pay for 128 tokens and one or two warpgroups alone.
-#ifndef V_STEPS
-#define V_STEPS (WARPGROUPS == 4 && TOKENS >= 128 ? 4 : ACCUMULATORS + 72 > Budget::CONSUMER ? 2 : 1)
-#endif
-#ifndef V_EARLY
-#define V_EARLY (LEVELS && TOKENS == 128 && WARPGROUPS <= 2 && SPLIT == 1 && STAGES > 2)
-#endif
 constexpr int SETS = 2;
-constexpr int STEPS = V_STEPS;
-constexpr bool EARLY = V_EARLY;
+constexpr int STEPS = WARPGROUPS == 4 && TOKENS >= 128 ? 4 : ACCUMULATORS + 72 > Budget::CONSUMER ? 2 : 1;
+constexpr bool EARLY = LEVELS && TOKENS == 128 && WARPGROUPS <= 2 && SPLIT == 1 && STAGES > 2;
 
 // What codes of a row's group become, as w4a8_int8_codes.py packs it: code x factor + 128 - zero point x factor. Four
 // codes from 0 to 15 are a product and a sum of whole words, which is exact: each byte of the result is from 0 to 255.
