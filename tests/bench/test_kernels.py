@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from halfbyte.bench.kernels import row_ops, run, torch_ops, vllm
 from halfbyte.bench.kernels.accuracy import WrongResultError, checked_strips, exact_rows, relative_error
-from halfbyte.bench.kernels.ceilings import H200, Work, ceilings_of, linear_work
 from halfbyte.bench.kernels.contender import MissingError
 from halfbyte.bench.kernels.operands import Inputs, Operands
 from halfbyte.bench.kernels.ours import scheme_of
@@ -25,6 +24,7 @@ from halfbyte.formats.packing_awq import pack_awq
 from halfbyte.formats.quantize import quantize
 from halfbyte.formats.spec import ActivationFormat
 from halfbyte.kernels.reference import exact_weight, reference_linear
+from halfbyte.kernels.roofline import H200, Work, ceilings_of, linear_work
 from halfbyte.schemes import PRESETS
 from tests.kernels.cases import settled
 

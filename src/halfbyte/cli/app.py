@@ -17,6 +17,7 @@ from halfbyte.cli.eval import evaluate
 from halfbyte.cli.generate import generate
 from halfbyte.cli.import_gguf import import_gguf
 from halfbyte.cli.inspect import inspect
+from halfbyte.cli.plan import plan
 from halfbyte.cli.quantize import quantize
 from halfbyte.cli.verify import verify
 from halfbyte.errors import HalfbyteError
@@ -30,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("plan")(plan)
 app.command("quantize")(quantize)
 app.command("inspect")(inspect)
 app.command("verify")(verify)

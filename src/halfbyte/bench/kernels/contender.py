@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 
 from halfbyte.bench.kernels.accuracy import poison, relative_error
-from halfbyte.bench.kernels.ceilings import Work, linear_work
 from halfbyte.bench.kernels.operands import Operands, Shape
 from halfbyte.bench.kernels.timing import Call, rotation
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.formats.spec import ActivationFormat
+from halfbyte.kernels.roofline import Work, linear_work
 
 
 class MissingError(Exception):

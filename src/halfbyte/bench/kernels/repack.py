@@ -9,12 +9,12 @@ import torch
 
 from halfbyte.bench.kernels import ours
 from halfbyte.bench.kernels.accuracy import WrongResultError
-from halfbyte.bench.kernels.ceilings import Work
 from halfbyte.bench.kernels.contender import MissingError
 from halfbyte.bench.kernels.operands import Operands, Shape
 from halfbyte.formats.int4_words import WORD_ORDERS
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.kernels.problem import Kernel, LinearProblem
+from halfbyte.kernels.roofline import Work
 from halfbyte.schemes import Scheme
 
 OP = "repack"

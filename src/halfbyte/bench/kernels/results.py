@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from halfbyte.bench.kernels.ceilings import Ceilings, Work
 from halfbyte.bench.kernels.contender import MissingError
 from halfbyte.bench.record import Row, record
 from halfbyte.errors import HalfbyteError
+from halfbyte.kernels.roofline import Ceilings, Work
 
 _REASON_LENGTH = 300
 

@@ -12,13 +12,13 @@ import torch
 from torch.nn import functional
 
 from halfbyte.bench.kernels.accuracy import NAN_BYTE, exact_inputs, poison, require_finite
-from halfbyte.bench.kernels.ceilings import Work
 from halfbyte.bench.kernels.contender import Contender, MissingError, Task
 from halfbyte.bench.kernels.operands import Inputs
 from halfbyte.bench.kernels.peers import Peers
 from halfbyte.bench.kernels.timing import rotation
 from halfbyte.formats.spec import ActivationFormat
 from halfbyte.kernels.quantized_inputs import FP8_TOKEN, INT8_TOKEN
+from halfbyte.kernels.roofline import Work
 
 _EPSILON = 1e-6
 _SUMS_GROUP = 128

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 
 from halfbyte.bench.kernels import repack, row_ops
-from halfbyte.bench.kernels.ceilings import Work, ceilings_of
 from halfbyte.bench.kernels.contender import Contender, Task
 from halfbyte.bench.kernels.operands import Inputs, Operands, Shape
 from halfbyte.bench.kernels.peers import Peers
@@ -20,6 +19,7 @@ from halfbyte.bench.kernels.request import Request, choose
 from halfbyte.bench.kernels.results import Results, figures
 from halfbyte.bench.kernels.timing import Replay
 from halfbyte.errors import HalfbyteError
+from halfbyte.kernels.roofline import Work, ceilings_of
 
 Where = dict[str, Any]
 

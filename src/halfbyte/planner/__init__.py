@@ -1,0 +1,1 @@
+"""What a model will take on a GPU, before anything is quantized."""
