@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from halfbyte.checkpoint import qserve_config
 from halfbyte.checkpoint.model_config import CONFIG_FILE
 from halfbyte.checkpoint.quantization_config import (
     COMPRESSED_TENSORS,
@@ -17,7 +18,7 @@ from halfbyte.checkpoint.stored_quantization import StoredQuantization
 from halfbyte.errors import HalfbyteError
 
 UNQUANTIZED = "unquantized"
-READABLE = (UNQUANTIZED, COMPRESSED_TENSORS, QUANT_METHOD)
+READABLE = (UNQUANTIZED, COMPRESSED_TENSORS, QUANT_METHOD, qserve_config.QUANT_METHOD)
 # Files in which tools describe their quantization when config.json does not.
 _SIDE_CONFIGS = {
     "quantize_config.json": "gptq",
