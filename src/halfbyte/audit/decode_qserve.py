@@ -92,7 +92,7 @@ class QServeDecoder:
         products = codes.reshape(len(codes), -1, width) * scale
         # The kernel adds bytes modulo 256, so an offset below -128 is stored 256 higher.
         low, high = products.min(2, keepdims=True), products.max(2, keepdims=True)
-        offset = np.where((offset > 0) & (high + offset > 127), offset - 256, offset)
+        offset = np.where((high + offset > 127) & (low + offset - 256 >= -128), offset - 256, offset)
         outside = (low + offset < -128) | (high + offset > 127)
         if self.fault is None and outside.any():
             row, group, _ = (int(index) for index in np.argwhere(outside)[0])

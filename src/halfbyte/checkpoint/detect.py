@@ -74,6 +74,10 @@ def detect(checkpoint: Checkpoint) -> Detection:
     for file, method in _SIDE_CONFIGS.items():
         if (checkpoint.path / file).exists():
             return Detection(method, f"{file} lies beside the weights; not readable yet")
+    if any(name.endswith(f".{qserve_config.SCALE_LEAF}") for name in checkpoint.tensors):
+        why = f"tensors end in {qserve_config.SCALE_LEAF}, but {CONFIG_FILE} has no quantization_config"
+        fix = f"`halfbyte import-qserve {checkpoint.path} -o DIRECTORY` adds it"
+        return Detection(qserve_config.UNDECLARED, f"{why}; {fix}")
     if told := _telling_tensor(checkpoint.tensors):
         name, method = told
         why = f"tensor {name} is of a quantized model, but {CONFIG_FILE} has no quantization_config"

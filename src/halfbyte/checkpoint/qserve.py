@@ -159,8 +159,9 @@ def _two_levels(
     _refuse(f"{module}.s2_scales", scales < 0, scales, "is negative; accepted: 0 to 127")
     groups = codes.unflatten(-1, (-1, GROUP_SIZE))
     low, high = (bound.to(torch.int32) * scales for bound in (groups.amin(-1), groups.amax(-1)))
-    # A zero below -128 is stored as itself plus 256.
-    offsets = torch.where((offsets > 0) & (high + offsets > 127), offsets - 256, offsets)
+    # A zero below -128 is stored as itself plus 256: the one of both with which the group stays in INT8.
+    wrapped = (high + offsets > 127) & (low + offsets - 256 >= -128)
+    offsets = torch.where(wrapped, offsets - 256, offsets)
     low, high = low + offsets, high + offsets
     outside = (low < -128) | (high > 127)
     _refuse(

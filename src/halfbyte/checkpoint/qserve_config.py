@@ -17,20 +17,26 @@ QUANT_METHOD = "qoq"
 FORM = "qserve"
 GROUP_SIZE = 128
 BITS = 4
+UNDECLARED = f"{QUANT_METHOD} without config"
+"""The format of such weights beside a config.json that says nothing of them."""
 SCALE_LEAF = "s1_scales"
 """What every quantized weight has, and none in another form."""
 
 
-def quantization_config(schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
-    """The entry for modules quantized as ``schemes`` say (none: left alone).
+def output_config(config: Mapping[str, Any], schemes: Mapping[str, Scheme | None]) -> dict[str, Any]:
+    """config.json of a checkpoint with modules quantized as ``schemes`` say (none: left alone), from its source's.
 
+    The dtype is fp16, which QServe's kernels compute in; readers cast what is stored in another one.
     Errors: nothing is quantized, or not all by one scheme: the entry names no modules.
     """
     found = {scheme for scheme in schemes.values() if scheme is not None}
     if len(found) != 1:
         raise HalfbyteError(f"format qserve says one scheme for all modules, not {len(found)}; accepted: one")
     (scheme,) = found
-    return {"quant_method": QUANT_METHOD, "wbits": BITS, "group_size": scheme.weights.group_size or PER_ROW}
+    entry = {"quant_method": QUANT_METHOD, "wbits": BITS, "group_size": scheme.weights.group_size or PER_ROW}
+    # transformers calls it "dtype", and SGLang's versions that read this form, "torch_dtype".
+    dtypes = dict.fromkeys({"dtype", "torch_dtype"} & config.keys() | {"torch_dtype"}, "float16")
+    return {**config, **dict(sorted(dtypes.items())), "quantization_config": entry}
 
 
 def parse_config(quantization: Mapping[str, Any]) -> StoredQuantization:

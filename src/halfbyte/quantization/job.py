@@ -138,13 +138,7 @@ def _source_bytes(plan: QuantizationPlan, step: Step) -> float:
 def output_config(plan: QuantizationPlan) -> dict[str, Any]:
     """config.json of what is written."""
     if plan.recipe.format == "qserve":
-        return {
-            **plan.checkpoint.config,
-            # What its kernels compute in; readers cast what is stored in another dtype.
-            "torch_dtype": "float16",
-            **({"dtype": "float16"} if "dtype" in plan.checkpoint.config else {}),
-            "quantization_config": qserve_config.quantization_config(plan.assignment.schemes),
-        }
+        return qserve_config.output_config(plan.checkpoint.config, plan.assignment.schemes)
     return {
         **plan.checkpoint.config,
         "quantization_config": quantization_config(plan.assignment.schemes, plan.layout),
