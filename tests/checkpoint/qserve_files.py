@@ -44,7 +44,7 @@ def packed_groups(values: torch.Tensor) -> torch.Tensor:
 def two_levels(
     module: str, codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, channels: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """``(codes * scales + offsets) * channels``: integers ``[out, in]``, twice ``[out, groups]``, and fp16 ``[out]``."""
+    """``(codes * scales + offsets) * channels``: integers ``[out, in]``, twice ``[out, groups]``; fp16 ``[out]``."""
     return {
         f"{module}.qweight": packed(codes),
         f"{module}.s1_scales": channels.half(),

@@ -1,4 +1,4 @@
-"""``pytorch_model*.bin``, or OmniServe's ``quant_model.pt``, behind the reader's interface, for those who trust the files."""
+"""``pytorch_model*.bin`` or ``quant_model.pt`` behind the reader's interface, for those who said that they trust them."""
 
 from __future__ import annotations
 

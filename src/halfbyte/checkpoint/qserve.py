@@ -25,6 +25,7 @@ from halfbyte.formats.packing_qserve import (
     unpack_qserve_groups,
 )
 from halfbyte.formats.quantized_tensor import QuantizedTensor
+from halfbyte.formats.scales import LARGEST_SCALE
 from halfbyte.formats.spec import TensorFormat
 from halfbyte.schemes import Scheme
 
@@ -79,13 +80,13 @@ def encode(module: str, scheme: Scheme, q: QuantizedTensor, model_dtype: str) ->
     zeros = q.zero_points.to(torch.int32) + _SIGNED
     if q.outer_scales is None:
         scales = q.scales.reshape(-1)
-        products = (zeros.reshape(-1) * scales.float()).half()
+        # Where scales were chosen they saturate; then weights were cut off.
         _refuse(
-            f"{module}.s1_szeros",
-            ~products.isfinite(),
-            scales,
-            "is a scale whose product with 15 fp16 must hold",
+            f"{module}.s1_scales", scales >= LARGEST_SCALE["f16"], scales, "is the largest fp16, or beyond it"
         )
+        products = (zeros.reshape(-1) * scales.float()).half()
+        why = "is a scale whose product with its zero point fp16 does not hold"
+        _refuse(f"{module}.s1_szeros", ~products.isfinite(), scales, why)
         return {**tensors, f"{module}.s1_scales": scales, f"{module}.s1_szeros": products}
     outer = q.outer_scales.reshape(-1)
     stored = outer.half()
