@@ -1,4 +1,4 @@
-"""``pytorch_model*.bin`` or ``quant_model.pt`` behind the reader's interface, for those who said that they trust them."""
+"""``pytorch_model*.bin`` or ``quant_model.pt`` behind the reader's interface, for those who said they trust them."""
 
 from __future__ import annotations
 
