@@ -266,3 +266,28 @@ def test_block_fp8_that_is_ragged() -> None:
     assert any("in_features 576 is no multiple of 128" in message for message in qkv)
     assert any("k_proj has out_features 192" in message for message in qkv)
     assert not any("v_proj" in message for message in qkv)
+
+
+# QServe's files
+
+QSERVE = Recipe(scheme="w4a8-int8", format="qserve")
+
+
+def test_omniserve_reads_no_norms() -> None:
+    found = findings(llama(), QSERVE)
+    assert [(f.level, f.where) for f in found] == [("warning", "format: qserve")]
+    assert "OmniServe" in found[0].message
+    assert findings(llama(), Recipe(scheme="w4a8-int8", format="qserve", algorithm="rotation")) == []
+
+
+def test_qserves_config_has_no_exceptions() -> None:
+    left = QSERVE.model_copy(update={"ignore": ("*.down_proj",)})
+    assert "every linear layer" in one(findings(llama(), left), "error", DOWN)
+    mixed = Recipe(scheme="w4a8-int8", format="qserve", targets={"*.down_proj": {"group_size": -1}})
+    assert "groups of 128, rows" in one(findings(llama(), mixed), "error", "format: qserve")
+    head = Recipe(scheme="w4a8-int8", format="qserve", targets={"lm_head": {}})
+    assert "leave it alone" in one(findings(llama(), head), "error", "lm_head")
+
+
+def test_qserves_readers_have_no_experts() -> None:
+    assert any("no experts" in message for message in messages(findings(mixture(), QSERVE), "error"))

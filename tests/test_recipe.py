@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_plain_data_and_back(recipe: Recipe) -> None:
     [
         (
             "sheme: w4a8",
-            ["'sheme'", "scheme, group_size, symmetric, algorithm, clip, target, ignore, targets"],
+            ["'sheme'", "scheme, group_size, symmetric, algorithm, clip, target, format, ignore, targets"],
         ),
         (
             "targets: {a: {groupsize: 64}}",
@@ -182,3 +183,30 @@ def test_two_levels_without_groups_leave_one() -> None:
         False,
     )
     assert choice.scheme.activations == resolve("w4a8-int8").activations
+
+
+def test_qserves_files_hold_fp16_scales() -> None:
+    grouped = Recipe(scheme="w4a8-int8", format="qserve").default
+    rows = Recipe(scheme="w4a8-int8", group_size=-1, format="qserve").default
+    assert grouped is not None
+    assert rows is not None
+    assert (grouped.scheme.weights.scale, grouped.scheme.weights.outer_dtype) == ("int8", "f16")
+    assert (rows.scheme.weights.scale, rows.scheme.weights.outer_dtype) == ("f16", "f32")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "scheme w4a8 cannot be stored as qserve; accepted: w4a8-int8"),
+        ({"scheme": "w8a8-int8"}, "w8a8-int8 cannot be stored as qserve"),
+        ({"scheme": "w4a8-int8", "targets": {"a": "w4a16-asym"}}, "target 'a': scheme w4a16-asym cannot"),
+        ({"scheme": "w4a8-int8", "group_size": -1, "symmetric": True}, "cannot be stored as qserve"),
+        (
+            {"scheme": "w4a8-int8", "format": "gguf"},
+            "'format' is 'gguf'; accepted: 'compressed-tensors' or 'qserve'",
+        ),
+    ],
+)
+def test_what_a_format_cannot_hold(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(HalfbyteError, match=re.escape(words)):
+        Recipe(**{"format": "qserve", **options})

@@ -32,6 +32,7 @@ def quantize(
     algorithm: str | None = None,
     clip: str | None = None,
     target: str | None = None,
+    format: str | None = None,
     data: CalibrationData | Path | str | None = None,
     device: torch.device | str = "cpu",
     redo: Sequence[str] | str = (),
@@ -46,11 +47,13 @@ def quantize(
 
     model: a local Hugging Face checkpoint directory in 16- or 32-bit floating point.
     scheme: a preset of :data:`halfbyte.schemes.PRESETS`; ``w4a8`` unless a recipe says otherwise.
-    recipe: rules per layer, as an object, its fields or a YAML file; ``scheme``, ``ignore``, ``algorithm``, ``clip``
-        and ``target`` change it.
+    recipe: rules per layer, as an object, its fields or a YAML file; ``scheme``, ``ignore``, ``algorithm``, ``clip``,
+        ``target`` and ``format`` change it.
     algorithm, clip: see :class:`halfbyte.method.Method`; ``rtn`` unless a recipe or ``data`` says otherwise.
     target: whose kernel's numbers weights are rounded to, ``halfbyte`` or ``vllm``; ``halfbyte`` unless a recipe says
         otherwise.
+    format: of the files, ``compressed-tensors`` (with halfbyte's own form where it has no name) or ``qserve``;
+        ``compressed-tensors`` unless a recipe says otherwise.
     data: what to calibrate on, with sample numbers or as a path alone; ``default`` is the package's own texts. It makes
         the algorithm ``awq+gptq`` where neither ``algorithm`` nor the recipe names one; methods that need data take
         ``default`` without it.
@@ -71,7 +74,14 @@ def quantize(
 
     given = data if isinstance(data, CalibrationData) else CalibrationData(data)
     rules = recipe_of(
-        recipe, scheme, ignore, clip, algorithm, target, otherwise=None if given.path is None else BEST
+        recipe,
+        scheme,
+        ignore,
+        clip,
+        algorithm,
+        target,
+        format=format,
+        otherwise=None if given.path is None else BEST,
     )
     with joined(device_named(device)) as (ranks, place):
         plan = job.prepare(model, rules, tp=tp, allow_pickle=allow_pickle, device=place)
@@ -155,6 +165,7 @@ def recipe_of(
     algorithm: str | None = None,
     target: str | None = None,
     *,
+    format: str | None = None,
     otherwise: str | None = None,
 ) -> Recipe:
     """A recipe with what the caller says on top of it.
@@ -172,7 +183,7 @@ def recipe_of(
     if algorithm is None and "algorithm" not in base.model_fields_set:
         algorithm = otherwise
     ignore = [ignore] if isinstance(ignore, str) else ignore
-    said = {"scheme": scheme, "algorithm": algorithm, "clip": clip, "target": target}
+    said = {"scheme": scheme, "algorithm": algorithm, "clip": clip, "target": target, "format": format}
     changes: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     changes["ignore"] = [*base.ignore, *(pattern for pattern in ignore if pattern not in base.ignore)]
     # What the recipe leaves open stays open for whoever reads the new one.

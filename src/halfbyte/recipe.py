@@ -6,6 +6,7 @@ In YAML::
     algorithm: awq+gptq              # steps joined by +; default awq+gptq with data, rtn without
     clip: mse                        # ranges of least error; default output with data, none without
     target: vllm                     # the numbers of vLLM's W4A8 kernel; default halfbyte's, exact scales
+    format: qserve                   # QServe's files (scheme w4a8-int8); default compressed-tensors
     ignore:
       - "re:.*layers\\.0\\."          # exact name, re:<regex from the start>, or wildcards
     targets:
@@ -31,7 +32,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.matching import Patterns
 from halfbyte.method import ROTATION, RTN, Method
 from halfbyte.models.layout import ModelLayout
-from halfbyte.schemes import Scheme, TargetName, resolve
+from halfbyte.schemes import FormName, Scheme, TargetName, resolve
 
 NO_SCHEME = "none"
 PER_ROW = -1
@@ -79,6 +80,7 @@ class Recipe(BaseModel):
     algorithm: StrictStr = RTN
     clip: Clip | None = None
     target: TargetName = "halfbyte"
+    format: FormName = "compressed-tensors"
     ignore: tuple[StrictStr, ...] = ()
     targets: dict[StrictStr, Annotated[Options, BeforeValidator(_options)]] = {}
 
@@ -133,7 +135,7 @@ class Recipe(BaseModel):
                 raise HalfbyteError("recipe: group_size and symmetric need a scheme, and scheme is 'none'")
             return None
         scheme = changed(resolve(self.scheme), self.group_size, self.symmetric)
-        return Choice(scheme.aimed_at(self.target), self._method(None, None))
+        return Choice(self._settled(scheme), self._method(None, None))
 
     @cached_property
     def choices(self) -> Mapping[str, Choice]:
@@ -158,9 +160,13 @@ class Recipe(BaseModel):
             else:
                 raise HalfbyteError("no scheme, and the recipe's is 'none'; accepted: a scheme")
             scheme = changed(base, options.group_size, options.symmetric)
-            return Choice(scheme.aimed_at(self.target), self._method(options.algorithm, options.clip))
+            return Choice(self._settled(scheme), self._method(options.algorithm, options.clip))
         except HalfbyteError as error:
             raise HalfbyteError(f"recipe: target {pattern!r}: {error}") from error
+
+    def _settled(self, scheme: Scheme) -> Scheme:
+        """``scheme`` in the numbers of the recipe's target and format."""
+        return scheme.aimed_at(self.target).stored_as(self.format)
 
     def _method(self, algorithm: str | None, clip: str | None) -> Method:
         """A target's own algorithm brings its own default of ``clip`` along, unless the recipe has one."""
@@ -184,7 +190,9 @@ def changed(scheme: Scheme, group_size: int | None, symmetric: bool | None) -> S
             weights = replace(weights, granularity="group", group_size=group_size)
         elif weights.granularity == "group":
             # One level is left of a two-level scheme: the row's scale, in the model's own dtype.
-            weights = replace(weights, granularity="channel", group_size=None, outer=None, scale="model")
+            weights = replace(
+                weights, granularity="channel", group_size=None, outer=None, outer_dtype="f32", scale="model"
+            )
     if symmetric is not None:
         if symmetric and weights.outer is not None:
             raise HalfbyteError(

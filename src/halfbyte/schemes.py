@@ -9,6 +9,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
 
 TargetName = Literal["halfbyte", "vllm"]
+FormName = Literal["compressed-tensors", "qserve"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,28 @@ class Scheme:
         """The same for another target's kernel, if it is one of INT4 weights and E4M3 inputs; else as it is."""
         is_w4a8 = self.weights.element == "int4" and self.activations and self.activations.element == "e4m3"
         return replace(self, target=target) if is_w4a8 else self
+
+    def stored_as(self, form: FormName) -> Scheme:
+        """The same in the numbers that files of ``form`` hold: all of QServe's floating-point scales are fp16.
+
+        Errors: a scheme that ``form`` cannot hold.
+        """
+        if form != "qserve":
+            return self
+        if self.activations != _INT8_TOKEN or (self.weights.element, self.weights.symmetric) != (
+            "int4",
+            False,
+        ):
+            raise HalfbyteError(
+                f"scheme {self.name} cannot be stored as qserve; accepted: w4a8-int8, with group_size 128 or -1"
+            )
+        if self.weights.scale == "int8":
+            return replace(self, weights=replace(self.weights, outer_dtype="f16"))
+        if self.weights.granularity != "channel":
+            raise HalfbyteError(
+                f"scheme {self.name}: qserve's groups have integer scales under one of the channel; accepted: w4a8-int8"
+            )
+        return replace(self, weights=replace(self.weights, scale="f16"))
 
 
 _FP8_TOKEN = ActivationFormat("e4m3", "token")

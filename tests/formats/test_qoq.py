@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 
+from halfbyte.errors import HalfbyteError
 from halfbyte.formats.qoq import channel_scales, group_grid
 from halfbyte.formats.quantize import dequantize, quantize
 from tests.formats.hostile import FORMATS, weights
@@ -83,3 +86,31 @@ def test_what_level_two_is_off_at_most() -> None:
 
 def test_a_dormant_channel_has_a_normal_scale() -> None:
     assert channel_scales(torch.tensor([0.0, 1e-41])).tolist() == [2.0**-126, 2.0**-126]
+
+
+def test_channel_scales_in_fp16_are_what_codes_are_chosen_for() -> None:
+    fmt = replace(FORMATS["w4a8-int8"], outer_dtype="f16")
+    weight = torch.randn(6, 256, generator=torch.Generator().manual_seed(0)) * 0.02
+    weight[5] = 0
+    q = quantize(weight, fmt)
+    assert q.outer_scales is not None
+    assert q.outer_scales.dtype is torch.float32
+    absmax = weight.abs().amax(1, keepdim=True)
+    assert torch.equal(q.outer_scales, (absmax / 119).clamp(min=2.0**-24).half().float())
+    level_one = (weight / q.outer_scales).round().clamp(-119, 119).unflatten(1, (-1, 128))
+    assert q.zero_points is not None
+    scales, zeros = q.scales.float()[..., None], q.zero_points.float()[..., None]
+    codes = ((level_one / scales).round() + zeros).clamp(-8, 7).flatten(1)
+    assert torch.equal(q.codes.float(), codes)
+
+
+def test_channel_scales_beyond_fp16() -> None:
+    with pytest.raises(HalfbyteError, match="beyond the largest fp16, 65504"):
+        channel_scales(torch.tensor([1.0, 119 * 65520.0]), "f16")
+    assert channel_scales(torch.tensor([119 * 65504.0]), "f16").tolist() == [65504.0]
+
+
+@pytest.mark.parametrize("options", [{"scale": "bf16"}, {"outer_dtype": "bf16"}])
+def test_a_dtype_that_no_file_stores(options: dict[str, str]) -> None:
+    with pytest.raises(HalfbyteError, match="dtype of outer scales"):
+        replace(FORMATS["w4a8-int8"], **{"outer_dtype": "f16", **options})

@@ -39,7 +39,7 @@ def qoq_grid(weight: torch.Tensor, fmt: TensorFormat, moment: torch.Tensor | Non
         return clip_mse_grid(weight, fmt) if moment is None else clip_output_grid(weight, fmt, moment)
     check_format(fmt)
     ranges = Ranges.of(weight, fmt)
-    outer = channel_scales(ranges.absmax.amax(-1, keepdim=True))
+    outer = channel_scales(ranges.absmax.amax(-1, keepdim=True), fmt.outer_dtype)
     # Rounding is monotonic: the range of the rounded weights is the rounded range.
     low, high = (level_one_(bound.clone(), outer) for bound in (ranges.low, ranges.high))
     candidates = [Grid(scales, zero_points, outer) for scales, zero_points in group_candidates(low, high)]

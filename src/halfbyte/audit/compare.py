@@ -80,7 +80,7 @@ class Comparison:
         wanted = _in_steps(tiles, source, two_level)
         self._tiles += value.shape[0] * value.shape[1]
         # Integer group scales stand on weights that were rounded once before.
-        slack = _EXACT_SLACK + (0.5 / tiles.scale if two_level else 0.0)
+        slack = _EXACT_SLACK + tiles.zero_doubt + (0.5 / tiles.scale if two_level else 0.0)
         table = tiles.table
         if table.integer:
             steps = wanted - value

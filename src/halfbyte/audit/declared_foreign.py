@@ -10,6 +10,7 @@ from typing import Any
 
 from halfbyte.audit.declaration import LINEAR_CLASSES, Declared, Rule, ignore_by_part, ignore_by_pattern
 from halfbyte.audit.declared_groups import kv_in_words
+from halfbyte.audit.stored import QSERVE_LAYOUT
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
 
 Reader = Callable[[Mapping[str, Any], Declared], None]
@@ -113,6 +114,18 @@ def _mxfp4(found: Mapping[str, Any], result: Declared) -> None:
     result.ignored = ignore_by_part(found.get("modules_to_not_convert") or ())
 
 
+def _qoq(found: Mapping[str, Any], result: Declared) -> None:
+    result.format = "qserve"
+    bits, group = found.get("wbits", 4), found.get("group_size", -1)
+    if group == -1:
+        weights = TensorFormat(f"int{bits}", "channel", symmetric=False, scale="f16")
+    else:
+        weights = TensorFormat(f"int{bits}", "group", group, symmetric=False, scale="int8", outer="channel")
+    result.rules.append((LINEAR_CLASSES, Rule(QSERVE_LAYOUT, weights, ActivationFormat("int8", "token"))))
+    # Which layers are quantized is not said: all in the blocks are, and the head is not.
+    result.ignored = ignore_by_part(("lm_head",))
+
+
 def _names_only(layout: str) -> Reader:
     """A format that is described from its tensors; its config only says which one it is."""
 
@@ -132,7 +145,7 @@ FOREIGN: dict[str, Reader] = {
     "w4afp8": _names_only("w4afp8"),
     "bitsandbytes": _names_only("bitsandbytes"),
     "exl3": _names_only("exl3"),
-    "qoq": _names_only("qserve"),
+    "qoq": _qoq,
     "torchao": _names_only("torchao"),
     "quark": _names_only("quark"),
     "auto-round": _names_only("auto-round"),

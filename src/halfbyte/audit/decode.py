@@ -15,6 +15,7 @@ from halfbyte.audit.codes import CodeTable, code_table
 from halfbyte.audit.elements import float_table, padding_is_zero, unpack_nibbles, unpack_words
 from halfbyte.audit.modules import StoredModule
 from halfbyte.audit.raw import raw_bytes, values
+from halfbyte.audit.stored import QSERVE_LAYOUT
 from halfbyte.checkpoint.headers import TensorInfo
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.formats.spec import TensorFormat
@@ -23,6 +24,7 @@ DECODED_LAYOUTS = frozenset(
     {
         *("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "fp8", "fp8-block"),
         *("mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized", "two-level-pack-quantized"),
+        QSERVE_LAYOUT,
     }
 )
 # A chunk goes through a dozen passes, so it should stay in the cache.
@@ -36,6 +38,7 @@ class Tiles:
     A row falls into ``n`` tiles of equal width that share their numbers: ``scale``, ``zero`` (none: 0) and
     ``outer`` (none: 1) are float32 and broadcast over ``[rows, n, width]``. A weight is
     ``(value - zero) * scale * outer``.
+    zero_doubt: by which share of a step ``zero`` was rounded after codes were chosen, broadcast as it is.
     """
 
     start: int
@@ -45,6 +48,7 @@ class Tiles:
     zero: np.ndarray | None
     outer: np.ndarray | None
     width: int
+    zero_doubt: np.ndarray | float = 0.0
 
     def by_tile(self, rows: np.ndarray) -> np.ndarray:
         """``[rows, in]`` as ``[rows, n, width]``."""
@@ -114,6 +118,11 @@ class WeightDecoder:
         )
         self._table = code_table(self._format.element, signed_bytes)
         self._main = next(leaf for leaf in ("weight_scale", "weight_scale_inv") if leaf in self.scales)
+
+    @property
+    def fault(self) -> tuple[str, str] | None:
+        """After :meth:`chunks`: the rule that was broken and how, or none."""
+        return None if self.padding_is_zero else ("padding", "bits that belong to no code are not zero")
 
     def chunks(self) -> Iterator[Tiles]:
         """All rows in order."""

@@ -6,7 +6,15 @@ Sources: AutoAWQ, GPTQModel 7.7, ModelOpt 0.47, gpt-oss, QServe, torchao, ExLlam
 from __future__ import annotations
 
 from halfbyte.audit.declaration import Rule
-from halfbyte.audit.stored import SCALE_DTYPES, Part, Parts, StoredWeight, grouped_format, missing
+from halfbyte.audit.stored import (
+    QSERVE_LAYOUT,
+    SCALE_DTYPES,
+    Part,
+    Parts,
+    StoredWeight,
+    grouped_format,
+    missing,
+)
 from halfbyte.formats.spec import TensorFormat
 
 
@@ -69,15 +77,26 @@ def qweight(parts: Parts, rule: Rule | None) -> StoredWeight:
 
 def _qserve(parts: Parts) -> StoredWeight:
     rows, half = parts["qweight"].shape
-    faults = missing(parts, "s1_scales")
-    if "s2_scales" in parts:
-        faults += missing(parts, "s2_zeros")
-        group = half * 2 // parts["s2_scales"].shape[0]
-        form = TensorFormat("int4", "group", group, symmetric=False, scale="int8", outer="channel")
+    columns = half * 2
+    wanted = {"s1_scales": Part("F16", (rows,))}
+    if {"s2_scales", "s2_zeros"} & parts.keys():
+        groups = next(parts[leaf].shape[0] for leaf in ("s2_scales", "s2_zeros") if leaf in parts)
+        form = TensorFormat(
+            "int4", "group", columns // groups, symmetric=False, scale="int8", outer="channel"
+        )
+        wanted |= dict.fromkeys(("s2_scales", "s2_zeros"), Part("I8", (groups, rows)))
     else:
-        faults += missing(parts, "s1_szeros")
         form = TensorFormat("int4", "channel", symmetric=False, scale="f16")
-    return StoredWeight("qserve", (rows, half * 2), "int4", "qweight", form, tuple(faults))
+        wanted["s1_szeros"] = Part("F16", (rows,))
+    faults = missing(parts, *wanted)
+    faults += [
+        f"{leaf} is {parts[leaf].dtype} {list(parts[leaf].shape)}; accepted: {part.dtype} {list(part.shape)}"
+        for leaf, part in wanted.items()
+        if leaf in parts and parts[leaf] != part
+    ]
+    if rows % 32 or columns % 32:
+        faults.append(f"qweight of {rows} x {columns} codes is no whole number of tiles of 32 x 32")
+    return StoredWeight(QSERVE_LAYOUT, (rows, columns), "int4", "qweight", form, tuple(faults))
 
 
 def gpt_oss_blocks(parts: Parts, rule: Rule | None) -> StoredWeight:

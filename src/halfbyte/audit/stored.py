@@ -42,6 +42,7 @@ KV_LEAVES = (
 )
 MODULE_LEAVES = frozenset((*CODE_LEAVES, *SCALE_LEAVES, *COMPANION_LEAVES))
 
+QSERVE_LAYOUT = "qserve"
 SCALE_DTYPES = {
     "BF16": "bf16",
     "F16": "f16",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from halfbyte.audit.modules import StoredModule, contradictions
 from halfbyte.audit.raw import values
+from halfbyte.audit.stored import QSERVE_LAYOUT
 from halfbyte.audit.verification import Finding
 from halfbyte.checkpoint.reader import Checkpoint
 
@@ -28,6 +29,8 @@ def structure_findings(checkpoint: Checkpoint, module: StoredModule) -> list[Fin
     rows, columns = stored.shape[-2:]
     groups = form.scale_shape((rows, columns))
     wanted: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+    if stored.layout == QSERVE_LAYOUT:
+        return found  # its zeros and scales were held against its codes when it was recognised
     if not form.symmetric:
         if stored.layout in _INTEGER_LAYOUTS:
             wanted["weight_zero_point"] = ("I32",), (-(-rows // (32 // form.bits)), groups[1])

@@ -9,7 +9,8 @@ from halfbyte.audit.compare import Comparison
 from halfbyte.audit.ct_schema import schema_problems
 from halfbyte.audit.declaration import Declared
 from halfbyte.audit.declared import declared, find_quantization_config
-from halfbyte.audit.decode import WeightDecoder, read_scale, undecodable
+from halfbyte.audit.decode import read_scale, undecodable
+from halfbyte.audit.decoders import Decoder, decoder_of
 from halfbyte.audit.modules import Gathered, StoredModule, gather
 from halfbyte.audit.reference import Reference
 from halfbyte.audit.scales import scale_faults, scale_range
@@ -25,6 +26,7 @@ from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.describe import describe
 
+_MAIN_SCALES = ("weight_scale", "weight_scale_inv", "s1_scales")
 Progress = Callable[[int, str], None]
 """Called after every tensor with its bytes in the checkpoint and its name."""
 
@@ -176,18 +178,18 @@ class _Verifier:
         if text := undecodable(module):
             self._add("warning", "decoded", module.name, text)
             return
-        decoder = WeightDecoder(self._checkpoint, module)
+        decoder = decoder_of(self._checkpoint, module)
         check.shape = decoder.shape
         if self._check_scales(module, decoder, check):
             self._check_values(module, decoder, check)
 
-    def _check_scales(self, module: StoredModule, decoder: WeightDecoder, check: WeightCheck) -> bool:
+    def _check_scales(self, module: StoredModule, decoder: Decoder, check: WeightCheck) -> bool:
         """Whether the scales are such that values can be judged."""
         before = len(self._result.findings)
         for leaf, values in decoder.scales.items():
             for fault in scale_faults(values):
                 self._add("error", "scales", module.parts[leaf].name, fault)
-            if leaf in ("weight_scale", "weight_scale_inv") and (found := scale_range(values)):
+            if leaf in _MAIN_SCALES and (found := scale_range(values)):
                 check.scale_min, check.scale_max = found
         for leaf in ("input_scale", "input_global_scale"):
             if leaf in module.parts:
@@ -195,7 +197,7 @@ class _Verifier:
                     self._add("error", "scales", module.parts[leaf].name, fault)
         return len(self._result.findings) == before
 
-    def _check_values(self, module: StoredModule, decoder: WeightDecoder, check: WeightCheck) -> None:
+    def _check_values(self, module: StoredModule, decoder: Decoder, check: WeightCheck) -> None:
         codes_name = module.parts[module.stored.codes].name
         original = self._reference.weight(module, check.shape) if self._reference else None
         comparison = Comparison(original.columns if original else None)
@@ -209,8 +211,9 @@ class _Verifier:
             if original:
                 span = tiles.start, tiles.start + len(tiles.codes)
                 comparison.add(tiles, original.rows(*span), original.doubt(*span))
-        if not decoder.padding_is_zero:
-            self._add("error", "padding", codes_name, "bits that belong to no code are not zero")
+        if decoder.fault:
+            rule, text = decoder.fault
+            self._add("error", rule, codes_name, text)
         if not original or not self._reference:
             return
         if not comparison.source_finite:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from halfbyte.audit.codes import lookup
-from halfbyte.audit.decode import WeightDecoder, undecodable
+from halfbyte.audit.decode import undecodable
+from halfbyte.audit.decoders import decoder_of
 from halfbyte.audit.modules import StoredModule
 from halfbyte.audit.scales import scale_faults
 from halfbyte.audit.source import ROUNDING_UNIT, SourceWeight
@@ -58,7 +59,7 @@ class WrittenWeights:
             return errors[0].message
         if why := undecodable(module):
             return why
-        decoder = WeightDecoder(self.checkpoint, module)
+        decoder = decoder_of(self.checkpoint, module)
         if decoder.shape != self._originals[name].shape:
             return f"is {list(decoder.shape)}, in the source {list(self._originals[name].shape)}"
         return next((fault for scale in decoder.scales.values() for fault in scale_faults(scale)), None)
@@ -74,7 +75,7 @@ class WrittenWeights:
                 rows = weight.rows(start, min(start + _ROWS, info.out_features))
                 yield WrittenRows(start, rows, None, unit)
             return
-        for tiles in WeightDecoder(self.checkpoint, module).chunks():
+        for tiles in decoder_of(self.checkpoint, module).chunks():
             found = tiles.scaled(tiles.by_tile(tiles.table.value_of(tiles.codes)))
             inner = np.isfinite(tiles.table.low) & np.isfinite(tiles.table.high)
             yield WrittenRows(

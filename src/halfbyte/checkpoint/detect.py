@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from halfbyte.checkpoint import qserve_config
 from halfbyte.checkpoint.model_config import CONFIG_FILE
 from halfbyte.checkpoint.quantization_config import (
     COMPRESSED_TENSORS,
@@ -17,7 +18,7 @@ from halfbyte.checkpoint.stored_quantization import StoredQuantization
 from halfbyte.errors import HalfbyteError
 
 UNQUANTIZED = "unquantized"
-READABLE = (UNQUANTIZED, COMPRESSED_TENSORS, QUANT_METHOD)
+READABLE = (UNQUANTIZED, COMPRESSED_TENSORS, QUANT_METHOD, qserve_config.QUANT_METHOD)
 # Files in which tools describe their quantization when config.json does not.
 _SIDE_CONFIGS = {
     "quantize_config.json": "gptq",
@@ -73,6 +74,10 @@ def detect(checkpoint: Checkpoint) -> Detection:
     for file, method in _SIDE_CONFIGS.items():
         if (checkpoint.path / file).exists():
             return Detection(method, f"{file} lies beside the weights; not readable yet")
+    if any(name.endswith(f".{qserve_config.SCALE_LEAF}") for name in checkpoint.tensors):
+        why = f"tensors end in {qserve_config.SCALE_LEAF}, but {CONFIG_FILE} has no quantization_config"
+        fix = f"`halfbyte import-qserve {checkpoint.path} -o DIRECTORY` adds it"
+        return Detection(qserve_config.UNDECLARED, f"{why}; {fix}")
     if told := _telling_tensor(checkpoint.tensors):
         name, method = told
         why = f"tensor {name} is of a quantized model, but {CONFIG_FILE} has no quantization_config"

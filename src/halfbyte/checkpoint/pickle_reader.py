@@ -1,4 +1,4 @@
-"""``pytorch_model*.bin`` behind the reader's interface, for those who said that they trust the files."""
+"""``pytorch_model*.bin`` or ``quant_model.pt`` behind the reader's interface, for those who said they trust them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halfbyte.checkpoint.headers import TensorInfo
 from halfbyte.checkpoint.reader import Checkpoint, write_all
 from halfbyte.errors import HalfbyteError
 
-_SINGLE_FILE = "pytorch_model.bin"
+_SINGLE_FILES = ("pytorch_model.bin", "quant_model.pt")
 _INDEX_FILE = "pytorch_model.bin.index.json"
 
 
@@ -47,7 +47,7 @@ def open_pickles(path: Path, config: dict[str, Any]) -> PickleCheckpoint:
     """
     index = path / _INDEX_FILE
     weight_map = read_weight_map(index) if index.exists() else None
-    names = sorted(set(weight_map.values())) if weight_map else [_SINGLE_FILE]
+    names = sorted(set(weight_map.values())) if weight_map else [_single_file(path)]
     if absent := [name for name in names if not (path / name).exists()]:
         raise HalfbyteError(f"{path}: {listed(absent)} does not exist; fetch the missing files")
     tensors: dict[str, TensorInfo] = {}
@@ -63,6 +63,11 @@ def open_pickles(path: Path, config: dict[str, Any]) -> PickleCheckpoint:
     if missing := [name for name in weight_map or () if name not in tensors]:
         raise HalfbyteError(f"{index}: lists {listed(missing)}, which no file holds")
     return PickleCheckpoint(path, config, tensors)
+
+
+def _single_file(path: Path) -> str:
+    """The file that is there; the usual name if none is."""
+    return next((name for name in _SINGLE_FILES if (path / name).exists()), _SINGLE_FILES[0])
 
 
 # One file mapped at a time: the pages of the last one are given back when the next is opened.

@@ -47,7 +47,7 @@ class Checkpoint:
     def open(path: Path | str, *, allow_pickle: bool = False) -> Checkpoint:
         """The checkpoint in the local directory ``path``; reads config.json and headers only.
 
-        allow_pickle: also read ``pytorch_model*.bin``, through torch's restricted unpickler.
+        allow_pickle: also read ``pytorch_model*.bin`` or ``quant_model.pt``, through torch's restricted unpickler.
         Errors: see :func:`~halfbyte.checkpoint.model_config.read_config` and
         :func:`~halfbyte.checkpoint.discover.find_safetensors`; no weights; pickle files not allowed.
         """
@@ -56,10 +56,10 @@ class Checkpoint:
         tensors, notes = find_safetensors(path)
         if tensors:
             return Checkpoint(path, config, tensors, notes)
-        if any(path.glob("pytorch_model*.bin")):
+        if pickles := [*path.glob("pytorch_model*.bin"), *path.glob("quant_model.pt")]:
             if not allow_pickle:
                 raise HalfbyteError(
-                    f"{path}: its weights are pickle files (pytorch_model*.bin), which can run code when "
+                    f"{path}: its weights are pickle files ({pickles[0].name}), which can run code when "
                     "loaded; convert them to safetensors, or pass --allow-pickle if you trust them"
                 )
             from halfbyte.checkpoint.pickle_reader import open_pickles

@@ -9,7 +9,7 @@ from typing import Any
 
 from halfbyte.matching import Patterns
 from halfbyte.models.layout import Role
-from halfbyte.schemes import Scheme
+from halfbyte.schemes import FormName, Scheme
 
 # The classes that compressed-tensors' configs name instead of modules, by what we know of a module.
 _CLASS_ROLES = {
@@ -31,7 +31,7 @@ class StoredGroup:
 class StoredQuantization:
     """The quantization of a checkpoint.
 
-    quant_method: ``compressed-tensors`` or ``halfbyte``. kv_cache: arguments of the KV cache's scheme, if any.
+    quant_method: ``compressed-tensors``, ``halfbyte`` or ``qoq``. kv_cache: arguments of the KV cache's scheme, if any.
     notes: what was read over, one line each.
     """
 
@@ -40,6 +40,16 @@ class StoredQuantization:
     ignore: tuple[str, ...] = ()
     kv_cache: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def form(self) -> FormName:
+        """How weights are stored, as :mod:`halfbyte.checkpoint.quantized_weight` names it."""
+        return "qserve" if self.quant_method == "qoq" else "compressed-tensors"
+
+    @property
+    def scale_leaf(self) -> str:
+        """Local name of the tensor that every quantized weight has."""
+        return "s1_scales" if self.form == "qserve" else "weight_scale"
 
     def scheme_for(
         self, name: str, role: Role = Role.LINEAR, stored: Container[str] | None = None
@@ -51,7 +61,7 @@ class StoredQuantization:
         stored: names of all stored tensors; then a module without stored scales is not quantized, whatever the
         config says.
         """
-        if stored is not None and f"{name}.weight_scale" not in stored:
+        if stored is not None and f"{name}.{self.scale_leaf}" not in stored:
             return None
         if role in self._ignored_roles or self._ignored.matching(name):
             return None

@@ -16,6 +16,7 @@ from halfbyte.cli.bench import bench
 from halfbyte.cli.eval import evaluate
 from halfbyte.cli.generate import generate
 from halfbyte.cli.import_gguf import import_gguf
+from halfbyte.cli.import_qserve import import_qserve
 from halfbyte.cli.inspect import inspect
 from halfbyte.cli.plan import plan
 from halfbyte.cli.quantize import quantize
@@ -38,6 +39,7 @@ app.command("verify")(verify)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
 app.command("import-gguf")(import_gguf)
+app.command("import-qserve")(import_qserve)
 app.add_typer(bench, name="bench")
 
 

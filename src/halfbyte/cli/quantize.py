@@ -45,6 +45,13 @@ def quantize(
             "Default: a recipe's, or halfbyte."
         ),
     ] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the files: compressed-tensors, or qserve with --scheme w4a8-int8. "
+            "Default: a recipe's, or compressed-tensors."
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -135,6 +142,7 @@ def quantize(
             algorithm=algorithm,
             clip=clip,
             target=target,
+            format=format,
             data=calibration,
             device=device,
             redo=redo or (),

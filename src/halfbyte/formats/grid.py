@@ -102,7 +102,7 @@ def choose_grid(ranges: Ranges, fmt: TensorFormat, ratio: float | torch.Tensor =
     clipped = ranges.clipped(ratio)
     if fmt.scale == "int8":
         qoq.check_format(fmt)
-        outer = qoq.channel_scales(ranges.absmax.amax(-1, keepdim=True))
+        outer = qoq.channel_scales(ranges.absmax.amax(-1, keepdim=True), fmt.outer_dtype)
         # Rounding is monotonic: the range of the rounded weights is the rounded range.
         level_one = [qoq.level_one_(bound.clone(), outer) for bound in (ranges.low, ranges.high)]
         scales, zero_points = qoq.group_grid(level_one[0] * ratio, level_one[1] * ratio)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.errors import HalfbyteError
-from halfbyte.formats.scales import divided
+from halfbyte.formats.scales import LARGEST_SCALE, SMALLEST_SCALE, divided
 from halfbyte.formats.spec import TensorFormat
 
 PROTECTED_RANGE = 119
@@ -27,9 +27,22 @@ def check_format(fmt: TensorFormat) -> None:
         )
 
 
-def channel_scales(absmax: torch.Tensor) -> torch.Tensor:
-    """Level one: fp32 scales that map a channel's largest magnitude (fp32, any shape) to 119."""
-    return divided(absmax, PROTECTED_RANGE).clamp(min=SMALLEST_CHANNEL_SCALE)
+def channel_scales(absmax: torch.Tensor, dtype: str = "f32") -> torch.Tensor:
+    """Level one: fp32 scales that map a channel's largest magnitude (fp32, any shape) to 119.
+
+    dtype: what they are rounded to, ``f32`` or ``f16``; a magnitude that rounding leaves above 119 saturates.
+    Errors: a scale that is beyond the largest fp16.
+    """
+    scales = divided(absmax, PROTECTED_RANGE).clamp(min=SMALLEST_CHANNEL_SCALE)
+    if dtype == "f32":
+        return scales
+    rounded = scales.clamp(min=SMALLEST_SCALE["f16"]).half().float()
+    if not rounded.isfinite().all():
+        raise HalfbyteError(
+            f"a channel's scale {float(scales.amax()):g} is beyond the largest fp16, {LARGEST_SCALE['f16']:g}; "
+            f"accepted: magnitudes up to {PROTECTED_RANGE} times that"
+        )
+    return rounded
 
 
 def level_one_(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,8 @@ class TensorFormat:
     scale: the dtype that scales are rounded to before codes are chosen. ``model`` stands for the
         checkpoint's own 16-bit dtype and is resolved with :meth:`with_scale` before anything is computed.
     outer: a second fp32 scale over the whole tensor (NVFP4) or per output channel (QoQ, integer group scales).
+    outer_dtype: the dtype that scales of channels over integer group scales are rounded to, and stored in: ``f32``,
+        or ``f16`` in QServe's files.
     """
 
     element: str
@@ -34,6 +36,7 @@ class TensorFormat:
     symmetric: bool = True
     scale: str = "model"
     outer: str | None = None
+    outer_dtype: str = "f32"
 
     def __post_init__(self) -> None:
         def refuse(what: str, value: object, accepted: object) -> None:
@@ -47,6 +50,8 @@ class TensorFormat:
             refuse("scale dtype", self.scale, ", ".join([*SCALE_BITS, "model"]))
         if self.outer not in (None, "tensor", "channel"):
             refuse("outer scale", self.outer, "tensor, channel or none")
+        if self.outer_dtype != "f32" and (self.outer_dtype, self.scale) != ("f16", "int8"):
+            refuse("dtype of outer scales", self.outer_dtype, "f32, or f16 with integer group scales")
         if (self.granularity == "group") != bool(self.group_size and self.group_size > 0):
             refuse("group size", self.group_size, "a positive group size, with granularity 'group' only")
         if (self.granularity == "block") != (self.block_shape is not None):
@@ -119,7 +124,7 @@ class TensorFormat:
         per_group = SCALE_BITS["bf16" if self.scale == "model" else self.scale]
         if not self.symmetric:
             per_group += 8 if self.scale == "int8" else self.bits
-        outer = math.prod(self.outer_shape(shape) or (0,)) * 32
+        outer = math.prod(self.outer_shape(shape) or (0,)) * SCALE_BITS[self.outer_dtype]
         return self.bits + (groups * per_group + outer) / math.prod(shape)
 
 

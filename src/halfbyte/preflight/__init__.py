@@ -8,6 +8,7 @@ from halfbyte.models.layout import ModelLayout
 from halfbyte.preflight.finding import Finding, Findings
 from halfbyte.preflight.fused import check_fused
 from halfbyte.preflight.model import check_model
+from halfbyte.preflight.qserve import check_qserve
 from halfbyte.preflight.rules import check_rules
 from halfbyte.preflight.shards import check_tensor_parallel
 from halfbyte.preflight.vllm import check_vllm
@@ -31,4 +32,5 @@ def preflight(layout: ModelLayout, recipe: Recipe, assignment: Assignment, tp: i
     check_tensor_parallel(findings, layout, assignment, tp)
     check_model(findings, layout, assignment)
     check_vllm(findings, layout, assignment, tp)
+    check_qserve(findings, layout, recipe, assignment)
     return findings.collected()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.checkpoint import qserve_config
 from halfbyte.checkpoint.detect import detect
 from halfbyte.checkpoint.output_directory import refuse_to_replace_source
 from halfbyte.checkpoint.quantization_config import quantization_config
@@ -136,6 +137,8 @@ def _source_bytes(plan: QuantizationPlan, step: Step) -> float:
 
 def output_config(plan: QuantizationPlan) -> dict[str, Any]:
     """config.json of what is written."""
+    if plan.recipe.format == "qserve":
+        return qserve_config.output_config(plan.checkpoint.config, plan.assignment.schemes)
     return {
         **plan.checkpoint.config,
         "quantization_config": quantization_config(plan.assignment.schemes, plan.layout),

@@ -19,7 +19,7 @@ from halfbyte.models.layout import ModelLayout, ModuleInfo
 from halfbyte.preflight import Finding, preflight
 from halfbyte.quantization.rotated_source import RotatedCheckpoint
 from halfbyte.recipe import Assignment, Recipe
-from halfbyte.schemes import Scheme
+from halfbyte.schemes import FormName, Scheme
 from halfbyte.version import VERSION
 
 
@@ -119,14 +119,16 @@ def make_plan(checkpoint: Checkpoint, layout: ModelLayout, recipe: Recipe, tp: i
                 f"{name} holds {len(modules)} expert weights in one tensor, and the recipe leaves {left} alone but "
                 f"not {quantized[0].name}; accepted: all of a fused tensor's experts quantized, or none"
             )
-        steps.extend(_quantize_steps(quantized, assignment, checkpoint.model_dtype))
+        steps.extend(_quantize_steps(quantized, assignment, checkpoint.model_dtype, recipe.format))
     return QuantizationPlan(
         checkpoint, layout, recipe, assignment, steps, preflight(layout, recipe, assignment, tp=tp)
     )
 
 
-def _quantize_steps(modules: Iterable[ModuleInfo], assignment: Assignment, dtype: str) -> Iterable[Quantize]:
+def _quantize_steps(
+    modules: Iterable[ModuleInfo], assignment: Assignment, dtype: str, form: FormName
+) -> Iterable[Quantize]:
     for module in modules:
         scheme = assignment.schemes[module.name]
         assert scheme is not None
-        yield Quantize(module, scheme, tuple(stored_entries(module.name, scheme, module.shape, dtype)))
+        yield Quantize(module, scheme, tuple(stored_entries(module.name, scheme, module.shape, dtype, form)))

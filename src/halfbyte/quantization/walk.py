@@ -198,7 +198,8 @@ class Walk:
                 self._writer.write(step.tensor, content)
             else:
                 name = step.module.name
-                for tensor, stored in encode(name, step.scheme, result.quantized[name], dtype).items():
+                encoded = encode(name, step.scheme, result.quantized[name], dtype, self._plan.recipe.format)
+                for tensor, stored in encoded.items():
                     self._writer.write(tensor, stored)
 
     def _pass_through(self, index: int, steps: Sequence[Step]) -> None:
@@ -212,7 +213,8 @@ class Walk:
                 else:
                     name = step.module.name
                     stored = {entry.name: written.load(entry.name) for entry in step.entries}
-                    block.put(name, self._targets[name].decode(decode(name, step.scheme, stored)))
+                    weight = decode(name, step.scheme, stored, self._plan.recipe.format)
+                    block.put(name, self._targets[name].decode(weight))
             self._forward(index, block)
 
     def _forward(self, index: int, block: LoadedBlock) -> None:

@@ -113,4 +113,4 @@ def _quantized(
     except HalfbyteError as error:
         stored = plan.checkpoint.info(step.module.source.tensor)
         raise type(error)(f"{stored.file}: {stored.name}: {error}") from None
-    return encode(step.module.name, step.scheme, quantized, dtype)
+    return encode(step.module.name, step.scheme, quantized, dtype, plan.recipe.format)

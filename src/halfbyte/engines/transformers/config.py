@@ -10,6 +10,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig, Quan
 
 COMPRESSED_TENSORS = "compressed-tensors"
 HALFBYTE = "halfbyte"
+QSERVE = "qoq"
 
 
 class StoredConfig(QuantizationConfigMixin):

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from halfbyte.checkpoint import qserve_config
+from halfbyte.checkpoint.detect import detect
+from halfbyte.checkpoint.quantization_config import find_config
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.devices import device_named
 from halfbyte.engines.transformers.fusion import fuse_on_gpu
@@ -37,6 +40,8 @@ def load(
     """
     place = device_named(device)
     checkpoint = Checkpoint.open(path)
+    if find_config(checkpoint.config) is None and detect(checkpoint).format == qserve_config.UNDECLARED:
+        raise HalfbyteError(f"{checkpoint.path}: {detect(checkpoint).why}")
     tokenizer = _tokenizer(checkpoint.path)
     with forced_kernel(kernel), registered(), placed_on(place):
         try:

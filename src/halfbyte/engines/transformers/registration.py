@@ -12,11 +12,12 @@ from transformers.quantizers.base import HfQuantizer
 from halfbyte.engines.transformers.config import (
     COMPRESSED_TENSORS,
     HALFBYTE,
+    QSERVE,
     StoredCompressedTensorsConfig,
     StoredConfig,
 )
 
-_CONFIGS = {COMPRESSED_TENSORS: StoredCompressedTensorsConfig, HALFBYTE: StoredConfig}
+_CONFIGS = {COMPRESSED_TENSORS: StoredCompressedTensorsConfig, HALFBYTE: StoredConfig, QSERVE: StoredConfig}
 
 
 def make_quantizer(config: Any, **kwargs: Any) -> HfQuantizer:
@@ -34,7 +35,7 @@ _replaced: dict[str, tuple[Any, Any]] = {}
 
 
 def register() -> None:
-    """Make ``from_pretrained`` run compressed-tensors and halfbyte checkpoints on halfbyte's layers. Idempotent.
+    """Make ``from_pretrained`` run the checkpoints that halfbyte reads on halfbyte's layers. Idempotent.
 
     transformers' own ``register_quantizer`` refuses names that are taken, so the tables are written directly.
     """

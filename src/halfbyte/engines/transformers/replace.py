@@ -105,7 +105,7 @@ def _quant_linear(
         in_features,
         out_features,
         stored=tensors,
-        codec=ModuleCodec(stored.stored_name, stored.scheme),
+        codec=ModuleCodec(stored.stored_name, stored.scheme, stored.form),
         bias=bias,
         name=stored.name,
     )

@@ -16,7 +16,7 @@ from halfbyte.checkpoint.headers import TensorInfo, read_header
 from halfbyte.checkpoint.stored_quantization import StoredQuantization
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.layout import Role
-from halfbyte.schemes import Scheme
+from halfbyte.schemes import FormName, Scheme
 
 _EXPERT = re.compile(r"(?P<parent>.*experts)\.(?P<index>\d+)\.(?P<projection>[^.]+)$")
 
@@ -30,13 +30,14 @@ class StoredModule:
     """One weight in the files.
 
     stored_name, name: of its module in the files and in the model. scheme: none if it is not quantized.
-    tensors: by local name (``weight_packed``, ...), without the bias.
+    tensors: by local name (``weight_packed``, ...), without the bias. form: how a quantized weight is stored.
     """
 
     stored_name: str
     name: str
     scheme: Scheme | None
     tensors: Mapping[str, TensorInfo]
+    form: FormName = "compressed-tensors"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def find_stored_modules(
         renamed = [_rename(f"{stored_name}.{part}", renamings) for part in parts]
         name = _place(renamed[0].rpartition(".")[0], modules, model.base_model_prefix)
         address = ExpertAddress.of(name)
-        stored = StoredModule(stored_name, name, _scheme(stored_name, name, parts, declared), parts)
+        scheme = _scheme(stored_name, name, parts, declared)
+        stored = StoredModule(stored_name, name, scheme, parts, declared.form)
         if stored.scheme is None:
             if address and set(parts) == {"weight"}:
                 plain_experts.append((address, stored, renamed))
@@ -131,9 +133,9 @@ def _scheme(
     stored_name: str, name: str, parts: Mapping[str, TensorInfo], declared: StoredQuantization
 ) -> Scheme | None:
     """The scheme of a stored weight, none if it is not quantized."""
-    packed, scaled = "weight_packed" in parts, "weight_scale" in parts
+    packed, scaled = bool({"weight_packed", "qweight"} & parts.keys()), declared.scale_leaf in parts
     if packed and not scaled:
-        raise HalfbyteError(f"{stored_name}: weight_scale is missing beside {', '.join(parts)}")
+        raise HalfbyteError(f"{stored_name}: {declared.scale_leaf} is missing beside {', '.join(parts)}")
     if not packed and not (scaled and "weight" in parts):
         return None
     role = (
