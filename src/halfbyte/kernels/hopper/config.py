@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Generic, TypeVar
 
-from halfbyte.kernels.hopper.blocks import ROWS, BlockFormat
+from halfbyte.kernels.hopper.blocks import INPUTS, ROWS, BlockFormat
 
 MULTIPROCESSORS = 132
 SHARED_BYTES = (
@@ -171,6 +171,26 @@ class TileConfig(ABC):
             "ZERO_POINTS": int(fmt.zeros is not None),
             "SHARED_BYTES": self.shared_bytes(fmt),
         }
+
+
+@dataclass(frozen=True)
+class WholeSumsConfig(TileConfig):
+    """For a kernel whose sums stay in the tensor cores over all of K: tokens in one part, a block of K in a stage."""
+
+    def takes(self, fmt: BlockFormat) -> bool:
+        # Blocks that are unrolled together go through all stages, and through both sets where a block is one step.
+        unrolled = QUANTUM // self.stages * self.stages
+        return unrolled > 0 and unrolled % 2 == 0 and self.stage_blocks == self.parts == 1
+
+    def shared_bytes(self, fmt: BlockFormat) -> int:
+        total = up(self.stages * self.tokens * INPUTS + self.staged_bytes, 128)
+        total += self.stages * self.warpgroups * fmt.nbytes + self.kept_bytes
+        return up(total + self.pipeline_bytes, 1024)
+
+    @property
+    @abstractmethod
+    def kept_bytes(self) -> int:
+        """Of what the kernel keeps for tokens, and of its tables."""
 
 
 Config = TypeVar("Config", bound=TileConfig)

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
-from halfbyte.kernels.hopper.config import ANY, QUANTUM, WAVE, Table, TileConfig, up
+from halfbyte.kernels.hopper.blocks import BlockFormat
+from halfbyte.kernels.hopper.config import ANY, WAVE, Table, WholeSumsConfig
 
 _TABLES_BYTES = 256 * 16
 
 
 @dataclass(frozen=True)
-class W4A8Fp8ScalesConfig(TileConfig):
+class W4A8Fp8ScalesConfig(WholeSumsConfig):
     """See :class:`TileConfig`."""
 
     def takes(self, fmt: BlockFormat) -> bool:
-        # Blocks that are unrolled together go through all stages, and through both sets where a block is one step.
-        unrolled = QUANTUM // self.stages * self.stages
-        rounds = unrolled > 0 and unrolled % 2 == 0
-        return rounds and self.stage_blocks == self.parts == 1 and (self.tokens <= 128 or self.split == 1)
+        return super().takes(fmt) and (self.tokens <= 128 or self.split == 1)
 
-    def shared_bytes(self, fmt: BlockFormat) -> int:
-        total = up(self.stages * self.tokens * INPUTS + self.staged_bytes, 128)
-        total += self.stages * self.warpgroups * fmt.nbytes
-        total = up(total, 16) + _TABLES_BYTES + self.warpgroups * self.tokens * 4
-        return up(total + self.pipeline_bytes, 1024)
+    @property
+    def kept_bytes(self) -> int:
+        return _TABLES_BYTES + self.warpgroups * self.tokens * 4
 
 
 TABLE = Table(

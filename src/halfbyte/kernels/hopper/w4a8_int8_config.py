@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
-from halfbyte.kernels.hopper.config import ANY, QUANTUM, WAVE, Table, TileConfig, up
+from halfbyte.kernels.hopper.config import ANY, WAVE, Table, WholeSumsConfig
 
 
 @dataclass(frozen=True)
-class W4A8Int8Config(TileConfig):
+class W4A8Int8Config(WholeSumsConfig):
     """See :class:`TileConfig`."""
 
-    def takes(self, fmt: BlockFormat) -> bool:
-        # Blocks that are unrolled together go through all stages, and through both sets where a block is one step.
-        unrolled = QUANTUM // self.stages * self.stages
-        rounds = unrolled > 0 and unrolled % 2 == 0
-        return rounds and self.stage_blocks == self.parts == 1
-
-    def shared_bytes(self, fmt: BlockFormat) -> int:
-        total = up(self.stages * self.tokens * INPUTS + self.staged_bytes, 128)
-        total += self.stages * self.warpgroups * fmt.nbytes
-        total += self.warpgroups * self.tokens * 8
-        return up(total + self.pipeline_bytes, 1024)
+    @property
+    def kept_bytes(self) -> int:
+        return self.warpgroups * self.tokens * 8
 
 
 _TILE = W4A8Int8Config
