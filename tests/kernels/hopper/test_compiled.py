@@ -70,8 +70,13 @@ def test_no_configuration_with_fp8_scales_spills(
     assert faults(w4a8_fp8_scales.w4a8_fp8_scales_source(fitting, BF16), tmp_path) == []
 
 
-@pytest.mark.parametrize("config", w4a8_int8_config.TABLE.configurations(), ids=str)
-@pytest.mark.parametrize("group", [128, None])
+INT8 = w4a8_int8_config.TABLE.configurations()
+
+
+# Channels have fewer registers to keep: where tokens are few, groups show what there is to see.
+@pytest.mark.parametrize(
+    ("config", "group"), [*((c, 128) for c in INT8), *((c, None) for c in INT8 if c.tokens >= 128)], ids=str
+)
 def test_no_configuration_on_int8_spills(
     config: w4a8_int8_config.W4A8Int8Config, group: int | None, tmp_path: Path
 ) -> None:
@@ -82,8 +87,7 @@ def test_no_configuration_on_int8_spills(
 
 
 @pytest.mark.parametrize("group", [32, 64])
-@pytest.mark.parametrize("tokens", [1, 16, 64, 100, 200, 1000])
-@pytest.mark.parametrize("features", [4096, 28672])
+@pytest.mark.parametrize(("features", "tokens"), [(4096, 1), (4096, 64), (28672, 100), (28672, 1000)])
 def test_small_groups_on_int8_compile(features: int, tokens: int, group: int, tmp_path: Path) -> None:
     fmt = w4a8_int8_codes.block_format(group)
     config = w4a8_int8_config.TABLE.choose(tokens, features, 4096, fmt)
