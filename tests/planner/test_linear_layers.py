@@ -39,6 +39,14 @@ def test_layers_that_run_as_one_count_as_one(tmp_path: Path) -> None:
     assert "w4a8: estimated from other numbers of tokens at 7" in found.notes
 
 
+def test_layers_far_smaller_than_what_was_measured_are_said(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(tiny_model("llama", tmp_path))
+    large = MeasuredTable("H200", {scheme: {(4096, 4096): {1: 5.0}} for scheme in ("bf16", "w4a8")})
+    (note,) = [note for note in linear_times(checkpoint, large, [1]).notes if "far smaller" in note]
+    assert "(4096x4096 and up), so these times are rough" in note
+    assert not any("far smaller" in note for note in linear_times(checkpoint, FIVE, [1]).notes)
+
+
 def test_experts_are_left_out_and_said(tmp_path: Path) -> None:
     found = linear_times(Checkpoint.open(tiny_model("qwen3_moe", tmp_path)), FIVE, [1])
     assert any("weights of experts are left out" in note for note in found.notes)

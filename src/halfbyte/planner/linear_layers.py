@@ -14,6 +14,8 @@ from halfbyte.planner.measured import UNQUANTIZED, MeasuredTable, Shape
 
 # Closer than what one case differs from pass to pass on the GPU.
 _LEVEL = 0.03
+# A weight so many times smaller than the smallest one measured waits for launches, of which the table says little.
+_FAR = 4
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,20 @@ def linear_times(checkpoint: Checkpoint, table: MeasuredTable, tokens: Sequence[
     estimated = [f"{n}x{k}" for n, k in products if (n, k) not in table.times[UNQUANTIZED]]
     if estimated:
         notes.append(f"estimated from other shapes: {', '.join(estimated)}")
+    smallest = min(table.times[UNQUANTIZED], key=_weights)
+    if tiny := [f"{n}x{k}" for n, k in products if _weights((n, k)) < _weights(smallest) / _FAR]:
+        notes.append(
+            f"{', '.join(tiny)}: far smaller than all that was measured ({smallest[0]}x{smallest[1]} and up), "
+            "so these times are rough and no reason to choose by"
+        )
     for scheme in table.schemes:
         if unknown := [str(m) for m in tokens if m not in table.counts(scheme)]:
             notes.append(f"{scheme}: estimated from other numbers of tokens at {', '.join(unknown)}")
     return LinearTimes(table.gpu, checkpoint.path.name, tuple(tokens), products, times, tuple(notes))
+
+
+def _weights(shape: Shape) -> int:
+    return shape[0] * shape[1]
 
 
 def _products(layout: ModelLayout) -> tuple[dict[Shape, int], list[str]]:
