@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +18,6 @@ from halfbyte.calibration.samples import Sample
 from halfbyte.checkpoint.quantized_weight import decode, encode
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.checkpoint.writer import CheckpointWriter
-from halfbyte.errors import HalfbyteError
 from halfbyte.models.folding import Fold, Folds
 from halfbyte.models.producers import NormProducer
 from halfbyte.quantization.batches import batched
@@ -90,6 +88,7 @@ class Walk:
             self._enter()
         with ThreadPoolExecutor(2) as background:
             for index, steps in enumerate(self._blocks.blocks):
+                self._until_loaded()
                 if index in unfinished:
                     following = index + 1 if index + 1 in unfinished or index + 1 < last else None
                     yield self._quantize(index, steps, background, forward=index < last, following=following)
@@ -136,9 +135,6 @@ class Walk:
         """
         quantized = quantize_steps(steps)
         on_cpu = self._model.device.type == "cpu"
-        with suppress(HalfbyteError):  # what could not be read ahead is read, or said, now
-            if self._loading is not None:
-                self._loading.result()
         with self._model.block(index) as block:
             block.require_finite()
             result = quantize_block(
@@ -166,6 +162,12 @@ class Walk:
         if self._writing is None:
             self._say(index, 1.0, "written")
         return result.report
+
+    def _until_loaded(self) -> None:
+        """Until nothing is read ahead any more. What could not be read is read, or said, when its turn has come."""
+        if self._loading is not None:
+            wait([self._loading])
+            self._loading = None
 
     def _until_written(self) -> None:
         """Until the block before is final. Errors: why it could not be written."""
