@@ -67,6 +67,8 @@ class Fakes:
         (out / "rung").write_text(rung.name)
         if rung.choice.method.needs_data:
             (out / "quantization_report.json").write_text(json.dumps(REPORT))
+        elif rung.name == "rotation":  # leaves a report, and has no data
+            (out / "quantization_report.json").write_text(json.dumps({**REPORT, "data": None}))
 
     def original(self) -> Mapping[str, dict[str, Any]]:
         return {"prose": {"perplexity": 10.0}, "code": {"perplexity": 5.0}}
@@ -105,6 +107,11 @@ def test_a_row_for_each_text_of_the_original_and_of_each_rung() -> None:
         "fallbacks": 1,
     }
     assert rows[4]["seconds"] >= 0
+
+
+def test_a_rotation_without_data_is_scored_too() -> None:
+    *_, row = climb(Fakes(), "rotation")
+    assert (row["perplexity"], row["error"], "data" in row) == (10.0, None, False)
 
 
 def test_a_rung_is_removed_once_it_is_scored() -> None:

@@ -159,12 +159,14 @@ def _rows(about: Mapping[str, Any], scores: Mapping[str, Row]) -> list[Row]:
 
 
 def _reported(out: Path) -> Row:
-    """What the run says of its data and of its layers' outputs; nothing without data."""
+    """What the run says of its data and of its layers' outputs; nothing without data, rotated or not."""
     file = out / REPORT_FILE
     if not file.exists():
         return {"error": None, "error_rtn": None}
     report = json.loads(file.read_text())
     data, totals = report["data"], report["totals"]
+    if data is None:
+        return {"error": None, "error_rtn": None}
     return {
         "data": data["sources"],
         "samples": data["samples"],
