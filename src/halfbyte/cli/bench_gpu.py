@@ -237,7 +237,7 @@ def _random_scheme(name: str) -> Scheme | None:
     """
     import torch
 
-    from halfbyte.engines.transformers.random_llama import random_weight
+    from halfbyte.engines.transformers.random_llama import drawn_format, random_weight
     from halfbyte.schemes import resolve
 
     if name.lower() == "bf16":
@@ -245,7 +245,7 @@ def _random_scheme(name: str) -> Scheme | None:
     scheme = resolve(name)
     try:
         # As many as the largest groups and blocks have on a side.
-        random_weight(scheme.weights.with_scale("bf16"), 128, 128, torch.Generator())
+        random_weight(drawn_format(scheme.weights), 128, 128, torch.Generator())
     except HalfbyteError as error:
         raise HalfbyteError(f"scheme {name}: {error}") from error
     return scheme

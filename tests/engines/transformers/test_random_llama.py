@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfbyte.engines.transformers.latency import RandomLlama
-from halfbyte.engines.transformers.random_llama import LlamaShape, random_llama, random_weight
+from halfbyte.engines.transformers.random_llama import LlamaShape, drawn_format, random_llama, random_weight
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.quantize import dequantize
 from halfbyte.layers.linear import QuantLinear
@@ -16,9 +16,9 @@ SHAPE = LlamaShape(layers=2, hidden=128, intermediate=320, heads=4, kv_heads=2, 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("scheme", ["w4a8", "w4a16-asym", "fp8", "w8a8-int8"])
+@pytest.mark.parametrize("scheme", ["w4a8", "w4a16-asym", "fp8", "w8a8-int8", "w4a8-int8"])
 def test_weights_are_of_normal_size_and_use_all_codes(scheme: str) -> None:
-    fmt = resolve(scheme).weights.with_scale("bf16")
+    fmt = drawn_format(resolve(scheme).weights)
     q = random_weight(fmt, 96, 256, torch.Generator().manual_seed(0))
     assert q.codes.shape == (96, 256)
     assert q.scales.shape == fmt.scale_shape((96, 256))
@@ -29,7 +29,7 @@ def test_weights_are_of_normal_size_and_use_all_codes(scheme: str) -> None:
         assert q.codes.unique().tolist() == list(range(-8, 8))
 
 
-@pytest.mark.parametrize("scheme", [None, "w4a8", "fp8"])
+@pytest.mark.parametrize("scheme", [None, "w4a8", "fp8", "w4a8-int8"])
 def test_a_model_that_runs(scheme: str | None) -> None:
     model = random_llama(SHAPE, None if scheme is None else resolve(scheme), 32, CPU)
     assert model.dtype == torch.bfloat16
@@ -59,7 +59,7 @@ def test_groups_fit_the_shape() -> None:
         random_llama(replace(SHAPE, intermediate=300), resolve("w4a8"), 32, CPU)
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "w4a8-int8"])
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4"])
 def test_other_formats_are_refused(scheme: str) -> None:
     with pytest.raises(HalfbyteError, match="cannot be drawn at random; accepted: int4, int8 and e4m3"):
         random_llama(SHAPE, resolve(scheme), 32, CPU)

@@ -20,6 +20,8 @@ _DTYPE = torch.bfloat16
 _WEIGHT_STD = 0.02
 # Of codes in a float format: well inside their range, and fine enough that most codes occur.
 _FLOAT_CODE_STD = 32.0
+# Of two levels: whatever the code and the zero point, 15 times it is an INT8 number.
+_MOST_LEVEL_SCALE = 8
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def _random_linear(name: str, module: nn.Linear, scheme: Scheme, generator: torc
         raise HalfbyteError(
             f"scheme {scheme.name}: no group size divides {module.in_features} inputs of {name}"
         )
-    settled = replace(fitted, weights=fitted.weights.with_scale("bf16"))
+    settled = replace(fitted, weights=drawn_format(fitted.weights))
     weight = random_weight(settled.weights, module.out_features, module.in_features, generator)
     codec = ModuleCodec(name, settled)
     layer = QuantLinear(
@@ -97,33 +99,45 @@ def _random_linear(name: str, module: nn.Linear, scheme: Scheme, generator: torc
     return layer
 
 
+def drawn_format(fmt: TensorFormat) -> TensorFormat:
+    """``fmt`` with bfloat16 scales where its scales are floats."""
+    return fmt if fmt.scale == "int8" else fmt.with_scale("bf16")
+
+
 def random_weight(
     fmt: TensorFormat, out_features: int, in_features: int, generator: torch.Generator
 ) -> QuantizedTensor:
     """Codes and scales of a weight of normal size, without a weight that they were quantized from.
 
-    Errors: formats with scales that are no bfloat16 numbers, or with two levels of them.
+    Errors: formats other than integers and E4M3, with scales that are neither bfloat16 nor integers of two levels.
     """
-    if fmt.scale != "bf16" or fmt.outer is not None or fmt.element not in ("int4", "int8", "e4m3"):
+    two_levels = (fmt.element, fmt.scale, fmt.outer) == ("int4", "int8", "channel")
+    one_level = fmt.scale == "bf16" and fmt.outer is None and fmt.element in ("int4", "int8", "e4m3")
+    if not (one_level or two_levels):
         raise HalfbyteError(
             f"weights in {fmt.element} with {fmt.scale} scales cannot be drawn at random; "
-            "accepted: int4, int8 and e4m3 with bf16 scales"
+            "accepted: int4, int8 and e4m3 with bf16 scales, int4 in two levels"
         )
     device, shape = generator.device, (out_features, in_features)
+
+    def integers(low: int, high: int, of: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high + 1, of, dtype=torch.int8, device=device, generator=generator)
+
     if fmt.is_integer:
-        codes = torch.randint(
-            fmt.qmin, fmt.qmax + 1, shape, dtype=torch.int8, device=device, generator=generator
-        )
+        codes = integers(fmt.qmin, fmt.qmax, shape)
         code_std = (fmt.qmax - fmt.qmin) / 12**0.5
     else:
         codes = torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
         codes = codes.mul_(_FLOAT_CODE_STD).clamp_(-fmt.max_value, fmt.max_value).to(torch.float8_e4m3fn)
         code_std = _FLOAT_CODE_STD
-    scales = torch.rand(fmt.scale_shape(shape), device=device, generator=generator)
-    scales = scales.add_(0.5).mul_(_WEIGHT_STD / code_std).bfloat16()
-    zeros = None
-    if not fmt.symmetric:
-        zeros = torch.randint(
-            fmt.qmin, fmt.qmax + 1, scales.shape, dtype=torch.int8, device=device, generator=generator
-        )
-    return QuantizedTensor(fmt, codes, scales, zeros)
+    of_groups = tuple(fmt.scale_shape(shape))
+    zeros = None if fmt.symmetric else integers(fmt.qmin, fmt.qmax, of_groups)
+    of_channels = fmt.outer_shape(shape)
+    if of_channels is not None:
+        scales = integers(1, _MOST_LEVEL_SCALE, of_groups)
+        code_std *= ((_MOST_LEVEL_SCALE + 1) * (2 * _MOST_LEVEL_SCALE + 1) / 6) ** 0.5
+    floats = torch.rand(of_channels or of_groups, device=device, generator=generator)
+    floats = floats.add_(0.5).mul_(_WEIGHT_STD / code_std)
+    if of_channels is None:
+        return QuantizedTensor(fmt, codes, floats.bfloat16(), zeros)
+    return QuantizedTensor(fmt, codes, scales, zeros, floats)
