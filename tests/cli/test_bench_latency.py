@@ -53,7 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     ("scheme", "reason"),
-    [("w9", "'w9' is not known"), *((name, name) for name in ("w4a8-int8", "mxfp8", "mxfp4", "nvfp4"))],
+    [("w9", "'w9' is not known"), *((name, name) for name in ("mxfp8", "mxfp4", "nvfp4"))],
 )
 def test_the_last_scheme_is_looked_at_before_the_first_is_measured(
     monkeypatch: pytest.MonkeyPatch, scheme: str, reason: str
