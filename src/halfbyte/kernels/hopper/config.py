@@ -41,7 +41,8 @@ class TileConfig(ABC):
     stages: in flight. blocks_per_sm: for how many the registers are divided. parts: of the tokens,
     multiplied and promoted one after the other. stream: whether the tiles of the last rounds are divided evenly among
     all blocks, along K, where whole tiles would leave too many idle. stage_blocks: of K in a stage. rest: for the
-    features that would make a last round of tiles in which most multiprocessors have none.
+    features that would make a last round of tiles in which most multiprocessors have none. grouped: for several
+    weights, each with tokens of its own.
     """
 
     tokens: int
@@ -54,6 +55,7 @@ class TileConfig(ABC):
     stream: bool = False
     stage_blocks: int = 1
     rest: TileConfig | None = None
+    grouped: bool = False
 
     @abstractmethod
     def shared_bytes(self, fmt: BlockFormat) -> int:
@@ -170,6 +172,7 @@ class TileConfig(ABC):
             "Total": "float",
             "ZERO_POINTS": int(fmt.zeros is not None),
             "SHARED_BYTES": self.shared_bytes(fmt),
+            "GROUPED": int(self.grouped),
         }
 
 

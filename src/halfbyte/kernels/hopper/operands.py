@@ -33,7 +33,8 @@ class Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int) for name in ("tokens", "features", "blocks_k", "rows64", "raster")),
         *((name, ctypes.c_int) for name in ("streamed", "quantum")),
-        *((name, ctypes.c_void_p) for name in ("partials", "flags")),
+        *((name, ctypes.c_void_p) for name in ("partials", "flags", "runs", "tiles")),
+        ("most_tiles", ctypes.c_int),
     ]
 
 
@@ -130,18 +131,43 @@ def require(op: str, *conditions: Condition) -> None:
             raise HalfbyteError(f"{op}: {required}, not {kind} {list(tensor.shape)}")
 
 
-def is_packed(weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor, fmt: BlockFormat) -> bool:
-    """Whether ``weight`` has the blocks for these inputs and outputs."""
-    blocks = (ceil_div(out.shape[1], ROWS), ceil_div(x.shape[1], INPUTS), fmt.nbytes)
-    return weight.dtype == torch.uint8 and weight.shape == blocks and weight.is_contiguous()
+def packed(weight: torch.Tensor, x: torch.Tensor, shape: Sequence[int], fmt: BlockFormat) -> Condition:
+    """``weight`` has the blocks for these inputs and as many outputs. shape: of what has a number for each output
+    feature, with the experts first if there are such.
+    """
+    blocks = (*shape[:-1], ceil_div(shape[-1], ROWS), ceil_div(x.shape[1], INPUTS), fmt.nbytes)
+    holds = weight.dtype == torch.uint8 and weight.shape == blocks and weight.is_contiguous()
+    return holds, lambda: f"weight must be packed for {_by(shape)} x {x.shape[1]}", weight
 
 
-def is_bias(bias: torch.Tensor | None, out: torch.Tensor) -> bool:
-    """Whether ``bias`` is none or has a number of the right kind for each output feature."""
-    if bias is None:
-        return True
-    return (bias.dtype, bias.shape, bias.device) == (
-        out.dtype,
-        out.shape[1:],
-        out.device,
-    ) and bias.is_contiguous()
+def of_tokens(name: str, numbers: torch.Tensor, dtype: torch.dtype, tokens: int) -> Condition:
+    """``numbers`` has one for each token."""
+    holds = numbers.dtype == dtype and numbers.numel() == tokens and numbers.is_contiguous()
+    kind = str(dtype).removeprefix("torch.")
+    return (
+        holds,
+        lambda: f"{name} must be contiguous {kind} with one number for each of {tokens} tokens",
+        numbers,
+    )
+
+
+def of_features(
+    name: str, numbers: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int], out: torch.Tensor
+) -> Condition:
+    """``numbers`` is none or has one for each output feature, where ``out`` is. shape: as :func:`packed` takes it."""
+    holds = numbers is None or (
+        (numbers.dtype, numbers.shape, numbers.device) == (dtype, tuple(shape), out.device)
+        and numbers.is_contiguous()
+    )
+    kind = str(dtype).removeprefix("torch.")
+    return holds, lambda: f"{name} must be contiguous {kind} with {_by(shape)} numbers", numbers
+
+
+def written(out: torch.Tensor) -> Condition:
+    """``out`` is of a kind that the kernels write."""
+    holds = out.dtype in OUTPUTS and out.shape[1] % 8 == 0 and out.is_contiguous()
+    return holds, "out must be contiguous bfloat16 or float16 with a multiple of 8 columns", out
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))

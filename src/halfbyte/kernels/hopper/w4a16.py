@@ -8,8 +8,9 @@ import torch
 
 from halfbyte.kernels.hopper.blocks import BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
-from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Features, Linear, is_bias, is_packed, require
-from halfbyte.kernels.hopper.w4a16_config import W4A16Config, table_for
+from halfbyte.kernels.hopper.grouped import Runs, choose, feature_shape, launches, of_heights
+from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, of_features, packed, require, written
+from halfbyte.kernels.hopper.w4a16_config import W4A16Config, experts_table_for, table_for
 
 
 def block_format(group_size: int, scale: torch.dtype, zero_points: bool, dtype: torch.dtype) -> BlockFormat:
@@ -49,6 +50,40 @@ def _(x, weight, bias, out_features, group_size, scale_dtype, zero_points):  # t
     return x.new_empty((x.shape[0], out_features))
 
 
+@torch.library.custom_op("halfbyte::w4a16_experts", mutates_args=(), device_types="cuda")
+def w4a16_experts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    runs: torch.Tensor,
+    tiles: torch.Tensor,
+    heights: list[int],
+    out_features: int,
+    group_size: int,
+    scale_dtype: torch.dtype,
+    zero_points: bool,
+) -> torch.Tensor:
+    """:func:`w4a16_linear` of each expert's rows by its weight, as ``[R, out_features]``, scales exact; rows of nobody
+    are not written.
+
+    x: ``R`` rows in the order of :class:`halfbyte.kernels.routes.Routes`. weight, bias: each expert's, ``[E, ...]``.
+    runs, tiles: as routed for tiles of these heights.
+    """
+    out = x.new_empty((x.shape[0], out_features))
+    if x.shape[0]:
+        fmt = block_format(group_size, scale_dtype, zero_points, x.dtype)
+        table = experts_table_for(fmt, x.dtype)
+        for height, of_height in of_heights(runs, tiles, heights, x.shape[0], weight.shape[0]):
+            config = choose(table, height, of_height, weight, x.shape[1], fmt)
+            run_w4a16(config, fmt, x, weight, bias, out, of_height)
+    return out
+
+
+@w4a16_experts.register_fake
+def _(x, weight, bias, runs, tiles, heights, out_features, group_size, scale_dtype, zero_points):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[0], out_features))
+
+
 def run_w4a16(
     config: W4A16Config,
     fmt: BlockFormat,
@@ -56,32 +91,24 @@ def run_w4a16(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    runs: Runs | None = None,
 ) -> None:
-    """:func:`w4a16_linear` cut as ``config`` says, into ``out``. Errors: operands of another dtype or layout."""
+    """:func:`w4a16_linear` cut as ``config`` says, into ``out``; with ``runs`` one tile height of
+    :func:`w4a16_experts`. Errors: operands of another dtype or layout.
+    """
     inputs = x.shape[1]
+    features = feature_shape(weight, out, runs)
     require(
         "w4a16_linear",
         (x.dtype in OUTPUTS and x.is_contiguous(), "x must be contiguous bfloat16 or float16", x),
         (inputs % 8 == 0, "x must have a multiple of 8 columns", x),
-        (
-            is_packed(weight, x, out, fmt),
-            lambda: f"weight must be packed for {out.shape[1]} x {inputs}",
-            weight,
-        ),
-        (
-            is_bias(bias, out),
-            lambda: f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
-            bias,
-        ),
-        (
-            out.dtype == x.dtype and out.shape[1] % 8 == 0 and out.is_contiguous(),
-            "out must be contiguous, of the dtype of x with a multiple of 8 columns",
-            out,
-        ),
+        packed(weight, x, features, fmt),
+        of_features("bias", bias, out.dtype, features, out),
+        (out.dtype == x.dtype, "out must be of the dtype of x", out),
+        written(out),
     )
-    for cut, part in Features(weight, out, (bias,)).launches(config, fmt):
-        linear = Linear(cut, fmt, x, part.weight, part.out)
-        linear.launch(w4a16_source(cut, fmt, out.dtype), part.weight, *part.vectors, part.out)
+    for linear, (biases,) in launches(config, fmt, x, weight, out, (bias,), runs):
+        linear.launch(w4a16_source(linear.config, fmt, out.dtype), linear.weight, biases, linear.out)
 
 
 @cache

@@ -98,3 +98,40 @@ ROUNDED = Table(
 def table_for(fmt: BlockFormat, dtype: torch.dtype) -> Table[W4A16Config]:
     """The table for activations of ``dtype``."""
     return ROUNDED if fmt.scale == dtype == torch.bfloat16 else EXACT
+
+
+_FEW_TOKENS_OF_EXPERTS = (
+    (8, WAVE // 2, ANY, W4A16Config(8, 64, split=8, blocks_per_sm=4)),
+    (8, WAVE, ANY, W4A16Config(8, 64, split=4, blocks_per_sm=4)),
+    (8, WAVE * 2, ANY, W4A16Config(8, 64, split=2, blocks_per_sm=4)),
+    (8, WAVE * 5, ANY, W4A16Config(8, 64, blocks_per_sm=4)),
+    (8, ANY, ANY, W4A16Config(8, 128, stages=6, blocks_per_sm=2)),
+    (16, ANY, ANY, W4A16Config(16, 128, stages=6, blocks_per_sm=2)),
+    (24, ANY, ANY, W4A16Config(24, 128, stages=6, blocks_per_sm=2)),
+    (32, ANY, ANY, W4A16Config(32, 128, stages=5, blocks_per_sm=2)),
+    (48, ANY, ANY, W4A16Config(48, 64, stages=4, blocks_per_sm=2)),
+    (64, ANY, ANY, W4A16Config(64, 128, stages=6)),
+)
+
+EXPERTS_EXACT = Table(
+    (
+        *_FEW_TOKENS_OF_EXPERTS,
+        (96, ANY, ANY, W4A16Config(96, 128, stages=4)),
+        (128, ANY, ANY, W4A16Config(128, 128, stages=4)),
+    )
+)
+"""For experts: tiles of so many tokens of one, and output features of all tiles together."""
+
+EXPERTS_ROUNDED = Table(
+    (
+        *_FEW_TOKENS_OF_EXPERTS,
+        (96, ANY, ANY, W4A16Config(96, 256, stages=3, rounded=True)),
+        (128, ANY, ANY, W4A16Config(128, 256, stages=3, rounded=True)),
+    )
+)
+"""The same for bfloat16 scales and activations."""
+
+
+def experts_table_for(fmt: BlockFormat, dtype: torch.dtype) -> Table[W4A16Config]:
+    """The experts' table for activations of ``dtype``."""
+    return EXPERTS_ROUNDED if fmt.scale == dtype == torch.bfloat16 else EXPERTS_EXACT

@@ -10,9 +10,10 @@ from halfbyte.kernels.hopper.blocks import BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
 from halfbyte.kernels.hopper.config import ceil_div
 from halfbyte.kernels.hopper.driver import tensor_map
-from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Features, Linear, is_bias, is_packed, require
+from halfbyte.kernels.hopper.grouped import Runs, choose, feature_shape, launches, of_heights
+from halfbyte.kernels.hopper.operands import NAMES, of_features, of_tokens, packed, require, written
 from halfbyte.kernels.hopper.w4a8_codes import block_format
-from halfbyte.kernels.hopper.w4a8_config import SUMS_AT_ONCE, W4A8Config, table_for
+from halfbyte.kernels.hopper.w4a8_config import SUMS_AT_ONCE, W4A8Config, experts_table_for, table_for
 
 
 @torch.library.custom_op("halfbyte::w4a8_linear", mutates_args=(), device_types="cuda")
@@ -53,6 +54,59 @@ def _(  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], out_features), dtype=out_dtype)
 
 
+@torch.library.custom_op("halfbyte::w4a8_experts", mutates_args=(), device_types="cuda")
+def w4a8_experts(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    x_sums: torch.Tensor,
+    weight: torch.Tensor,
+    row_factors: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    runs: torch.Tensor,
+    tiles: torch.Tensor,
+    heights: list[int],
+    out_features: int,
+    group_size: int,
+    zero_points: bool,
+    fp16_sums: bool,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """:func:`w4a8_linear` of each expert's rows by its weight, as ``[R, out_features]``; rows of nobody are not
+    written.
+
+    x, x_scale, x_sums: for the ``R`` rows in the order of :class:`halfbyte.kernels.routes.Routes`. weight, row_factors,
+    bias: each expert's, ``[E, ...]``. runs, tiles: as routed for tiles of these heights.
+    """
+    out = x.new_empty((x.shape[0], out_features), dtype=out_dtype)
+    if x.shape[0]:
+        fmt = block_format(group_size, row_factors is not None, zero_points)
+        table = experts_table_for(out_dtype, x.shape[1], fmt, fp16_sums)
+        for height, of_height in of_heights(runs, tiles, heights, x.shape[0], weight.shape[0]):
+            config = choose(table, height, of_height, weight, x.shape[1], fmt)
+            run_w4a8(config, fmt, x, x_scale, x_sums, weight, row_factors, bias, out, of_height)
+    return out
+
+
+@w4a8_experts.register_fake
+def _(  # type: ignore[no-untyped-def]
+    x,
+    x_scale,
+    x_sums,
+    weight,
+    row_factors,
+    bias,
+    runs,
+    tiles,
+    heights,
+    out_features,
+    group_size,
+    zero_points,
+    fp16_sums,
+    out_dtype,
+):
+    return x.new_empty((x.shape[0], out_features), dtype=out_dtype)
+
+
 def run_w4a8(
     config: W4A8Config,
     fmt: BlockFormat,
@@ -63,60 +117,39 @@ def run_w4a8(
     row_factors: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    runs: Runs | None = None,
 ) -> None:
-    """:func:`w4a8_linear` cut as ``config`` says, into ``out``. Errors: operands of another dtype or layout."""
+    """:func:`w4a8_linear` cut as ``config`` says, into ``out``; with ``runs`` one tile height of :func:`w4a8_experts`.
+    Errors: operands of another dtype or layout.
+    """
     tokens, inputs = x.shape
     sums = (tokens, ceil_div(inputs, fmt.group_size))
+    features = feature_shape(weight, out, runs)
     require(
         "w4a8_linear",
         (x.dtype == torch.float8_e4m3fn and x.is_contiguous(), "x must be contiguous float8_e4m3fn", x),
         (inputs % 16 == 0, "x must have a multiple of 16 columns", x),
-        (
-            x_scale.dtype == torch.float32 and x_scale.numel() == tokens and x_scale.is_contiguous(),
-            lambda: f"x_scale must be contiguous float32 with one number for each of {tokens} tokens",
-            x_scale,
-        ),
+        of_tokens("x_scale", x_scale, torch.float32, tokens),
         (
             x_sums.dtype == torch.float32 and x_sums.shape == sums and _is_copied(x_sums),
             lambda: f"x_sums must be float32 {list(sums)} with contiguous rows, each where 16 bytes begin",
             x_sums,
         ),
-        (
-            is_packed(weight, x, out, fmt),
-            lambda: f"weight must be packed for {out.shape[1]} x {inputs}",
-            weight,
-        ),
+        packed(weight, x, features, fmt),
         (
             (row_factors is None) == (fmt.scale != torch.float16),
             "row_factors must come with fp16 scales and only with them: weight",
             weight,
         ),
-        (
-            row_factors is None or _are_factors(row_factors, out),
-            lambda: f"row_factors must be contiguous float32 with {out.shape[1]} numbers",
-            row_factors,
-        ),
-        (
-            is_bias(bias, out),
-            lambda: f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
-            bias,
-        ),
-        (
-            out.dtype in OUTPUTS and out.shape[1] % 8 == 0 and out.is_contiguous(),
-            "out must be contiguous bfloat16 or float16 with a multiple of 8 columns",
-            out,
-        ),
+        of_features("row_factors", row_factors, torch.float32, features, out),
+        of_features("bias", bias, out.dtype, features, out),
+        written(out),
     )
-    for cut, part in Features(weight, out, (row_factors, bias)).launches(config, fmt):
-        box = cut.tokens, SUMS_AT_ONCE, SUMS_AT_ONCE * 4
+    for linear, (factors, biases) in launches(config, fmt, x, weight, out, (row_factors, bias), runs):
+        box = linear.config.tokens, SUMS_AT_ONCE, SUMS_AT_ONCE * 4
         sums_map = tensor_map(x_sums.data_ptr(), "f32", *x_sums.shape, x_sums.stride(0) * 4, *box)
-        source, (factors, biases) = w4a8_source(cut, fmt, out.dtype), part.vectors
-        linear = Linear(cut, fmt, x, part.weight, part.out)
-        linear.launch(source, sums_map, part.weight, x_scale, factors, biases, part.out)
-
-
-def _are_factors(factors: torch.Tensor, out: torch.Tensor) -> bool:
-    return factors.dtype == torch.float32 and factors.shape == out.shape[1:] and factors.is_contiguous()
+        source = w4a8_source(linear.config, fmt, out.dtype)
+        linear.launch(source, sums_map, linear.weight, x_scale, factors, biases, linear.out)
 
 
 def _is_copied(sums: torch.Tensor) -> bool:

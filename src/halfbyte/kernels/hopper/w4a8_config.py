@@ -196,7 +196,47 @@ FP16 = Table(
 """Sums of many tokens in fp16, where weights allow it; else, and for few tokens, as ``FP32``."""
 
 
+_FEW_TOKENS_OF_EXPERTS = (
+    (8, WAVE // 2, ANY, W4A8Config(8, 64, split=8, blocks_per_sm=4)),
+    (8, WAVE, ANY, W4A8Config(8, 64, split=4, blocks_per_sm=4)),
+    (8, WAVE * 2, ANY, W4A8Config(8, 64, split=2, blocks_per_sm=4)),
+    (8, WAVE * 5, 8192, W4A8Config(8, 64, blocks_per_sm=4)),
+    (8, WAVE * 5, ANY, W4A8Config(8, 128, split=2, blocks_per_sm=2)),
+    (8, ANY, ANY, W4A8Config(8, 128, blocks_per_sm=2)),
+    (16, ANY, ANY, W4A8Config(16, 128, blocks_per_sm=2)),
+    (24, ANY, ANY, W4A8Config(24, 128, blocks_per_sm=2)),
+    (32, ANY, ANY, W4A8Config(32, 128, blocks_per_sm=2)),
+    (48, ANY, ANY, W4A8Config(48, 64, blocks_per_sm=2)),
+)
+
+EXPERTS_FP32 = Table(
+    (
+        *_FEW_TOKENS_OF_EXPERTS,
+        (64, ANY, ANY, W4A8Config(64, 128, stages=4, stage_blocks=2)),
+        (96, ANY, ANY, W4A8Config(96, 128)),
+        (128, ANY, ANY, W4A8Config(128, 128)),
+    )
+)
+"""For experts: tiles of so many tokens of one, and output features of all tiles together."""
+
+EXPERTS_FP16 = Table(
+    (
+        *_FEW_TOKENS_OF_EXPERTS,
+        (64, ANY, ANY, _fp16(64, 256, stages=3, stage_blocks=2)),
+        (96, ANY, ANY, _fp16(96, 256)),
+        (128, ANY, ANY, _fp16(128, 256)),
+        *(row for row in EXPERTS_FP32.rows if row[0] >= _FEWEST_FP16_TOKENS),
+    )
+)
+"""The same with sums of many tokens in fp16, where weights allow it."""
+
+
 def table_for(out: torch.dtype, inputs: int, fmt: BlockFormat, fp16_sums: bool) -> Table[W4A8Config]:
     """fp16_sums: whether sums in fp16 will do. They do for bf16 results, which are coarser, of not too many groups."""
     few = inputs <= _MOST_GROUPS * fmt.group_size
     return FP16 if fp16_sums and out == torch.bfloat16 and few else FP32
+
+
+def experts_table_for(out: torch.dtype, inputs: int, fmt: BlockFormat, fp16_sums: bool) -> Table[W4A8Config]:
+    """The experts' table where :func:`table_for` gives the one for a layer."""
+    return EXPERTS_FP16 if table_for(out, inputs, fmt, fp16_sums) is FP16 else EXPERTS_FP32

@@ -63,3 +63,24 @@ TABLE = Table(
         (ANY, ANY, ANY, W4A8Fp8ScalesConfig(256, 128, stages=4, share=2)),
     )
 )
+
+_TILE = W4A8Fp8ScalesConfig
+
+EXPERTS = Table(
+    (
+        (8, WAVE // 2, ANY, _TILE(8, 64, split=8, blocks_per_sm=4)),
+        (8, WAVE, ANY, _TILE(8, 64, split=4, blocks_per_sm=4)),
+        (8, WAVE * 2, ANY, _TILE(8, 64, split=2, blocks_per_sm=4)),
+        (8, WAVE * 5, 8192, _TILE(8, 64, blocks_per_sm=4)),
+        (8, WAVE * 5, ANY, _TILE(8, 128, split=2, blocks_per_sm=2)),
+        (8, ANY, ANY, _TILE(8, 128, blocks_per_sm=2)),
+        (16, ANY, ANY, _TILE(16, 128, blocks_per_sm=2)),
+        (24, ANY, ANY, _TILE(24, 128, blocks_per_sm=2)),
+        (32, ANY, ANY, _TILE(32, 128, blocks_per_sm=2)),
+        (48, ANY, ANY, _TILE(48, 128, blocks_per_sm=2)),
+        (64, ANY, ANY, _TILE(64, 256, stages=6)),
+        (96, ANY, ANY, _TILE(96, 256, stages=4)),
+        (128, ANY, ANY, _TILE(128, 256, stages=4)),
+    )
+)
+"""For experts: tiles of so many tokens of one, and output features of all tiles together."""

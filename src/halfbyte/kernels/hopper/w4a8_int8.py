@@ -8,9 +8,10 @@ import torch
 
 from halfbyte.kernels.hopper.blocks import BlockFormat
 from halfbyte.kernels.hopper.compiler import Source
-from halfbyte.kernels.hopper.operands import NAMES, OUTPUTS, Features, Linear, is_bias, is_packed, require
+from halfbyte.kernels.hopper.grouped import Runs, choose, feature_shape, launches, of_heights
+from halfbyte.kernels.hopper.operands import NAMES, of_features, of_tokens, packed, require, written
 from halfbyte.kernels.hopper.w4a8_int8_codes import block_format
-from halfbyte.kernels.hopper.w4a8_int8_config import TABLE, W4A8Int8Config
+from halfbyte.kernels.hopper.w4a8_int8_config import EXPERTS, TABLE, W4A8Int8Config
 
 
 @torch.library.custom_op("halfbyte::w4a8_int8_linear", mutates_args=(), device_types="cuda")
@@ -46,6 +47,43 @@ def _(x, x_scale, x_sum, weight, channel_scale, channel_zero, bias, group_size, 
     return x.new_empty((x.shape[0], channel_scale.shape[0]), dtype=out_dtype)
 
 
+@torch.library.custom_op("halfbyte::w4a8_int8_experts", mutates_args=(), device_types="cuda")
+def w4a8_int8_experts(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    x_sum: torch.Tensor,
+    weight: torch.Tensor,
+    channel_scale: torch.Tensor,
+    channel_zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    runs: torch.Tensor,
+    tiles: torch.Tensor,
+    heights: list[int],
+    group_size: int | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """:func:`w4a8_int8_linear` of each expert's rows by its weight, as ``[R, N]``; rows of nobody are not written.
+
+    x, x_scale, x_sum: for the ``R`` rows in the order of :class:`halfbyte.kernels.routes.Routes`. weight,
+    channel_scale, channel_zero, bias: each expert's, ``[E, ...]``. runs, tiles: as routed for tiles of these heights.
+    """
+    out = x.new_empty((x.shape[0], channel_scale.shape[1]), dtype=out_dtype)
+    if x.shape[0]:
+        fmt = block_format(group_size)
+        for height, of_height in of_heights(runs, tiles, heights, x.shape[0], weight.shape[0]):
+            config = choose(EXPERTS, height, of_height, weight, x.shape[1], fmt)
+            operands = (x, x_scale, x_sum, weight, channel_scale, channel_zero, bias, out)
+            run_w4a8_int8(config, fmt, *operands, of_height)
+    return out
+
+
+@w4a8_int8_experts.register_fake
+def _(  # type: ignore[no-untyped-def]
+    x, x_scale, x_sum, weight, channel_scale, channel_zero, bias, runs, tiles, heights, group_size, out_dtype
+):
+    return x.new_empty((x.shape[0], channel_scale.shape[1]), dtype=out_dtype)
+
+
 def run_w4a8_int8(
     config: W4A8Int8Config,
     fmt: BlockFormat,
@@ -57,62 +95,34 @@ def run_w4a8_int8(
     channel_zero: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    runs: Runs | None = None,
 ) -> None:
-    """:func:`w4a8_int8_linear` cut as ``config`` says, into ``out``. Errors: operands of another layout."""
+    """:func:`w4a8_int8_linear` cut as ``config`` says, into ``out``; with ``runs`` one tile height of
+    :func:`w4a8_int8_experts`. Errors: operands of another layout.
+    """
     tokens, inputs = x.shape
+    features = feature_shape(weight, out, runs)
     require(
         "w4a8_int8_linear",
         (x.dtype == torch.int8 and x.is_contiguous(), "x must be contiguous int8", x),
         (inputs % 16 == 0, "x must have a multiple of 16 columns", x),
+        of_tokens("x_scale", x_scale, torch.float32, tokens),
+        of_tokens("x_sum", x_sum, torch.int32, tokens),
+        of_features("channel_scale", channel_scale, torch.float32, features, out),
         (
-            x_scale.dtype == torch.float32 and x_scale.numel() == tokens and x_scale.is_contiguous(),
-            lambda: f"x_scale must be contiguous float32 with one number for each of {tokens} tokens",
-            x_scale,
-        ),
-        (
-            x_sum.dtype == torch.int32 and x_sum.numel() == tokens and x_sum.is_contiguous(),
-            lambda: f"x_sum must be contiguous int32 with one number for each of {tokens} tokens",
-            x_sum,
-        ),
-        (
-            channel_scale.dtype == torch.float32 and channel_scale.is_contiguous(),
-            "channel_scale must be contiguous float32",
-            channel_scale,
-        ),
-        (
-            _are_zeros(channel_zero, out, fmt),
-            lambda: (
-                f"channel_zero must be int32 with {out.shape[1]} numbers, for whole channels and for these only"
-            ),
-            weight if channel_zero is None else channel_zero,
-        ),
-        (
-            is_packed(weight, x, out, fmt),
-            lambda: f"weight must be packed for {out.shape[1]} x {inputs}",
+            (channel_zero is None) == (fmt.scale is not None),
+            "channel_zero must come with whole channels and with these only: weight",
             weight,
         ),
-        (
-            is_bias(bias, out),
-            lambda: f"bias must be contiguous with {out.shape[1]} numbers of the dtype of out",
-            bias,
-        ),
-        (
-            out.dtype in OUTPUTS and out.shape[1] % 8 == 0 and out.is_contiguous(),
-            "out must be contiguous bfloat16 or float16 with a multiple of 8 columns",
-            out,
-        ),
+        of_features("channel_zero", channel_zero, torch.int32, features, out),
+        packed(weight, x, features, fmt),
+        of_features("bias", bias, out.dtype, features, out),
+        written(out),
     )
-    features = Features(weight, out, (channel_scale, channel_zero, bias))
-    for cut, part in features.launches(config, fmt):
-        source, (scales, zeros, biases) = w4a8_int8_source(cut, fmt, out.dtype), part.vectors
-        linear = Linear(cut, fmt, x, part.weight, part.out)
-        linear.launch(source, part.weight, scales, zeros, x_scale, x_sum, biases, part.out)
-
-
-def _are_zeros(zeros: torch.Tensor | None, out: torch.Tensor, fmt: BlockFormat) -> bool:
-    if zeros is None or fmt.scale is not None:
-        return zeros is None and fmt.scale is not None
-    return zeros.dtype == torch.int32 and zeros.shape == out.shape[1:] and zeros.is_contiguous()
+    vectors = (channel_scale, channel_zero, bias)
+    for linear, (scales, zeros, biases) in launches(config, fmt, x, weight, out, vectors, runs):
+        source = w4a8_int8_source(linear.config, fmt, out.dtype)
+        linear.launch(source, linear.weight, scales, zeros, x_scale, x_sum, biases, linear.out)
 
 
 @cache

@@ -120,13 +120,24 @@ __device__ __forceinline__ void wait_for_flag(const u32* flag) {
     while (!raised);
 }
 
-// Past the first-level cache, which other blocks' writes do not reach.
-__device__ __forceinline__ uint4 load_shared_by_blocks(const uint4* from) {
+// Past the first-level cache, which others' writes do not reach.
+__device__ __forceinline__ uint4 load_fresh(const uint4* from) {
     uint4 value;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(from)
                  : "memory");
+    return value;
+}
+
+__device__ __forceinline__ int4 load_fresh(const int4* from) {
+    const uint4 value = load_fresh(reinterpret_cast<const uint4*>(from));
+    return make_int4(value.x, value.y, value.z, value.w);
+}
+
+__device__ __forceinline__ int load_fresh(const int* from) {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
     return value;
 }
 

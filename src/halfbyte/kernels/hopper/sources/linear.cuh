@@ -2,10 +2,11 @@
 // instruction, from registers. A warpgroup computes 64 output features x TOKENS tokens, a block TILE_ROWS features; it
 // goes through K in stages of STAGE_BLOCKS x 128 inputs, STAGES of them in flight. Blocks form clusters of SHARE x
 // SPLIT: SHARE blocks with neighbouring features load each activation once for all of them (multicast); SPLIT blocks
-// divide K and add up in each other's shared memory.
+// divide K and add up in each other's shared memory. With GROUPED there are several weights, each for tokens of its own.
 //
-// The including file defines TOKENS, TILE_ROWS, SPLIT, SHARE, STAGES, STAGE_BLOCKS, STREAM, BLOCKS_PER_SM, GROUP_SIZE,
-// SCALE_BYTES, ZERO_POINTS, COLUMNS, SENT_BYTES, SHARED_BYTES, Total (float or int: what a tile's blocks add up), Out.
+// The including file defines TOKENS, TILE_ROWS, SPLIT, SHARE, STAGES, STAGE_BLOCKS, STREAM, GROUPED, BLOCKS_PER_SM,
+// GROUP_SIZE, SCALE_BYTES, ZERO_POINTS, COLUMNS, SENT_BYTES, SHARED_BYTES, Total (float or int: what a tile's blocks add
+// up), Out.
 #pragma once
 #include "hopper.cuh"
 
@@ -15,6 +16,7 @@ constexpr int THREADS = CONSUMERS + 128;  // one more warpgroup, whose warps fee
 constexpr int CLUSTER = SHARE * SPLIT;
 static_assert(STAGES >= 2);
 static_assert(!STREAM || SPLIT == 1, "K is divided in one way or the other");
+static_assert(!STREAM || !GROUPED, "several weights make enough tiles");
 
 constexpr int GROUPS = 128 / GROUP_SIZE;  // in one stage
 constexpr int SCALES_BYTES = 64 * GROUPS * SCALE_BYTES;

@@ -54,7 +54,8 @@ __device__ __forceinline__ void load_weights(
 #pragma unroll
         for (int w = 0; w < WARPGROUPS; ++w) {
             const int row64 = min((segment.feature_tile + static_cast<int>(place.neighbour)) * WARPGROUPS + w, p.rows64 - 1);
-            from[w] = weights + (static_cast<u64>(row64) * p.blocks_k + segment.k_begin) * BLOCK_BYTES;
+            const int row = GROUPED ? segment.expert * p.rows64 + row64 : row64;
+            from[w] = weights + (static_cast<u64>(row) * p.blocks_k + segment.k_begin) * BLOCK_BYTES;
         }
         for (int k = segment.k_begin, stage = 0; k < segment.k_end; k += STAGE_BLOCKS) {
             const u32 barrier = shared_address(&pipeline.full[stage]);

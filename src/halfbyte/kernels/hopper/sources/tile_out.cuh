@@ -59,7 +59,7 @@ __device__ __forceinline__ void take_sums(const Problem& p, const Schedule& sche
         const uint4* const from = p.partials + static_cast<u64>(block) * QUADS + threadIdx.x;
 #pragma unroll
         for (int j = 0; j < ACCUMULATORS / 4; ++j) {
-            const uint4 more = load_shared_by_blocks(from + j * CONSUMERS);
+            const uint4 more = load_fresh(from + j * CONSUMERS);
             add_word(of(4 * j), more.x), add_word(of(4 * j + 1), more.y);
             add_word(of(4 * j + 2), more.z), add_word(of(4 * j + 3), more.w);
         }
@@ -135,15 +135,27 @@ __device__ __forceinline__ void await_scales(float (&scales)[TOKENS], float fact
     for (int i = threadIdx.x % 128; i < TOKENS; i += 128) scales[i] *= factor;
 }
 
+// Some of a warpgroup's staged tokens to memory, by its threads: where others' rows follow, which no copy may touch.
+__device__ __forceinline__ void copy_rows_out(
+    Out* __restrict__ to, const u8* staged, int rows, int features, const Problem& p) {
+    for (int i = thread_now() % 128; i < STAGED_TOKENS * 8; i += 128) {
+        const int row = i / 8, piece = i % 8;
+        if (row < rows && piece * 8 < features)
+            *reinterpret_cast<uint4*>(to + static_cast<u64>(row) * p.features + piece * 8) =
+                *reinterpret_cast<const uint4*>(staged + row * 128 + ((piece ^ row % 8) << 4));
+    }
+}
+
 // A finished tile to memory, by its warpgroups. of(j): this thread's sum j. of_feature(n, i): what `finished` wants to know
 // of feature n of the matrix, this thread's row i. finished(sum, m, about): the result for token m of the tile and that
 // feature.
 template <class Of, class OfFeature, class Finished>
 __device__ __forceinline__ void store_tile(
     Pipeline& pipeline, Staged& staged, const Problem& p, const Place& place, const TensorMap& out_map, int feature_base,
-    int token_base, Of of, OfFeature of_feature, Finished finished, Out* out) {
+    const Segment& segment, Of of, OfFeature of_feature, Finished finished, Out* out) {
     // Read anew, or else the compiler computes addresses before the loop and has them in its way all along.
     const int thread = thread_now(), lane = thread & 31, warpgroup = thread / 128, warp = thread / 32 % 4;
+    const int token_base = segment.token_base;
     if constexpr (!STAGED) {
         exchange(pipeline, staged, place, thread, of);
 #pragma unroll
@@ -158,7 +170,7 @@ __device__ __forceinline__ void store_tile(
             for (int e = 0; e < PIECE_SUMS; ++e) {
                 const int row = e / 2 % 2, n = feature_base + warpgroup * 64 + warp * 16 + lane / 4 + row * 8;
                 const int m = (PIECE_SUMS * j + e) / 4 * 8 + lane % 4 * 2 + e % 2;
-                if (n < p.features && token_base + m < p.tokens)
+                if (n < p.features && token_base + m < segment.tokens(p))
                     out[static_cast<u64>(token_base + m) * p.features + n] =
                         Out::of(finished(values[e], m, of_feature(n, row)));
             }
@@ -209,8 +221,13 @@ __device__ __forceinline__ void store_tile(
             if (STAGED_BUFFERS > 1 && chunk + 1 >= STAGED_BUFFERS && first + STAGED_TOKENS < OWN_TOKENS && thread % 128 == 0)
                 wait_for_copies_out<(STAGED_BUFFERS > 1 ? STAGED_BUFFERS - 2 : 0)>();  // the next chunk's buffer is free
             meet_warpgroup();
-            if (thread % 128 == 0 && feature < p.features)
-                copy_tile_out(out_map, feature, token_base + first_token + first, to);
+            const int token = token_base + first_token + first, rows = segment.tokens(p) - token;
+            if (GROUPED && rows < STAGED_TOKENS) {
+                const u8* of_chunk = staged.out[warpgroup] + chunk % STAGED_BUFFERS * STAGED_BYTES;
+                copy_rows_out(out + static_cast<u64>(token) * p.features + feature, of_chunk, rows, p.features - feature, p);
+            } else if (thread % 128 == 0 && feature < p.features) {
+                copy_tile_out(out_map, feature, token, to);
+            }
         }
     }
 }

@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
     Segment segment;
     Phases phases;
     while (schedule.next(segment)) {
-        const int token_base = segment.token_base;
+        const int token_base = segment.token_base, vectors = segment.vectors(p);
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
         float total[PARTS][PART_SUMS] = {};
 
@@ -180,8 +180,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a16(
         if constexpr (STREAM)
             if (!finishes(p, schedule, place, segment, total_of)) continue;
         store_tile(
-            pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
-            [&](int n, int) { return bias && n < p.features ? bias[n].value() : 0.0f; },
+            pipeline, shared.staged, p, place, out_map, feature_base, segment, total_of,
+            [&](int n, int) { return bias && n < p.features ? bias[vectors + n].value() : 0.0f; },
             [&](float value, int, float bias_of) { return value + bias_of; }, out);
     }
     finish_stores();

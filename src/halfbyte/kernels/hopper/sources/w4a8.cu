@@ -94,14 +94,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
     Phases phases;
     int sums_place = 0;
     while (schedule.next(segment)) {
-        const int token_base = segment.token_base;
+        const int token_base = segment.token_base, vectors = segment.vectors(p);
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
         if (!STREAM || segment.k_begin == 0) {
             fetch_of_tokens(shared.token_scale[warpgroup], x_scale, token_base, p);
 #pragma unroll
             for (int i = 0; NORMALIZED && i < 2; ++i) {
                 const int feature = feature_base + warpgroup * 64 + row + i * 8;
-                copy_number(shared_address(&shared.row_factor[thread][i]), row_factor + feature, feature < p.features);
+                const u32 to = shared_address(&shared.row_factor[thread][i]);
+                copy_number(to, row_factor + vectors + feature, feature < p.features);
             }
         }
         using Kept = Sums<FP16_SUMS>;
@@ -282,10 +283,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8(
             float factor, bias;
         };
         store_tile(
-            pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
+            pipeline, shared.staged, p, place, out_map, feature_base, segment, total_of,
             [&](int n, int i) {
-                return OfFeature{
-                    NORMALIZED ? shared.row_factor[thread][i] : 1.0f, bias && n < p.features ? bias[n].value() : 0.0f};
+                const float of_bias = bias && n < p.features ? bias[vectors + n].value() : 0.0f;
+                return OfFeature{NORMALIZED ? shared.row_factor[thread][i] : 1.0f, of_bias};
             },
             [&](float value, int m, OfFeature of) {
                 return fmaf(value * of.factor, shared.token_scale[warpgroup][m], of.bias);

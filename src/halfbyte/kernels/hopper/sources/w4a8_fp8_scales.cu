@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
     Segment segment;
     Phases phases;
     while (schedule.next(segment)) {
-        const int token_base = segment.token_base;
+        const int token_base = segment.token_base, vectors = segment.vectors(p);
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
         if (!STREAM || segment.k_begin == 0) fetch_of_tokens(shared.token_scale[warpgroup], x_scale, token_base, p);
         float sum[ACCUMULATORS] = {};
@@ -137,15 +137,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_fp8_sc
         // On their way while blocks that divide K send each other sums.
         const int first = feature_base + warpgroup * 64 + row;
         const float scales[2] = {
-            load_now(channel_scale + first, first < p.features),
-            load_now(channel_scale + first + 8, first + 8 < p.features)};
+            load_now(channel_scale + vectors + first, first < p.features),
+            load_now(channel_scale + vectors + first + 8, first + 8 < p.features)};
         await_scales(shared.token_scale[warpgroup], 1);
         struct OfFeature {
             float scale, bias;
         };
         store_tile(
-            pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
-            [&](int n, int i) { return OfFeature{scales[i], bias && n < p.features ? bias[n].value() : 0.0f}; },
+            pipeline, shared.staged, p, place, out_map, feature_base, segment, total_of,
+            [&](int n, int i) { return OfFeature{scales[i], bias && n < p.features ? bias[vectors + n].value() : 0.0f}; },
             [&](float value, int m, OfFeature of) {
                 return of.scale * (shared.token_scale[warpgroup][m] * value) + of.bias;
             },

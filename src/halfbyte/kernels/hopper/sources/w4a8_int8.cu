@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_int8(
     Segment segment;
     Phases phases;
     while (schedule.next(segment)) {
-        const int token_base = segment.token_base;
+        const int token_base = segment.token_base, vectors = segment.vectors(p);
         const int feature_base = (segment.feature_tile + static_cast<int>(place.neighbour)) * TILE_ROWS;
         if (!STREAM || segment.k_begin == 0) {
             fetch_of_tokens(shared.token_scale[warpgroup], x_scale, token_base, p);
@@ -124,8 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_int8(
         int offsets[2] = {SIGN_OFFSET, SIGN_OFFSET};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            scales[i] = load_now(channel_scale + first + i * 8, first + i * 8 < p.features);
-            if (!LEVELS) offsets[i] = load_now(channel_offset + first + i * 8, first + i * 8 < p.features);
+            scales[i] = load_now(channel_scale + vectors + first + i * 8, first + i * 8 < p.features);
+            if (!LEVELS) offsets[i] = load_now(channel_offset + vectors + first + i * 8, first + i * 8 < p.features);
         }
         copied_numbers();
         struct OfFeature {
@@ -134,9 +134,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) w4a8_int8(
             float bias;
         };
         store_tile(
-            pipeline, shared.staged, p, place, out_map, feature_base, token_base, total_of,
+            pipeline, shared.staged, p, place, out_map, feature_base, segment, total_of,
             [&](int n, int i) {
-                return OfFeature{scales[i], offsets[i], bias && n < p.features ? bias[n].value() : 0.0f};
+                return OfFeature{scales[i], offsets[i], bias && n < p.features ? bias[vectors + n].value() : 0.0f};
             },
             [&](int value, int m, OfFeature of) {
                 const int exact = value - of.offset * shared.token_sum[warpgroup][m];
