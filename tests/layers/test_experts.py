@@ -6,7 +6,8 @@ from torch import nn
 
 from halfbyte.formats.quantize import dequantize
 from halfbyte.formats.spec import TensorFormat
-from halfbyte.layers.experts import ExpertGate, ExpertNames, QuantExperts
+from halfbyte.layers.expert_gate import ExpertGate
+from halfbyte.layers.experts import ExpertNames, QuantExperts
 from halfbyte.schemes import Scheme
 from tests.layers.plain_codec import quant_linear
 

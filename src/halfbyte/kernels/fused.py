@@ -23,6 +23,7 @@ from halfbyte.kernels.quantized_inputs import (
     sum_group,
     sums_pitch,
 )
+from halfbyte.kernels.routes import Routes
 
 # Names of activations in transformers' configs that the kernels have, by what the kernels call them.
 GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -42,7 +43,7 @@ def ops_for(*inputs: torch.Tensor) -> Any:
 def triton_ops() -> Any:
     """``torch.ops.halfbyte`` with the portable kernels in it; none where there is no Triton."""
     try:
-        for module in ("activations", "decode_attention", "feedback", "norms", "rotary"):
+        for module in ("activations", "decode_attention", "experts", "feedback", "norms", "rotary"):
             importlib.import_module(f"halfbyte.kernels.triton.{module}")
     except ImportError:
         return None
@@ -104,6 +105,30 @@ def gated_quantize(
         kind, groups = _kind(group)
         return QuantizedInputs(*getattr(ops, f"{activation}_and_mul_quantize_{kind}")(gate, up, *groups))
     return quantize(gated(gate, up, activation), group)
+
+
+def routed_rows(x: torch.Tensor, routes: Routes, top_k: int) -> torch.Tensor:
+    """Tokens ``[M, K]`` as the rows ``[R, K]`` of ``routes``. What rows of nobody hold is not said."""
+    if ops := ops_for(x):
+        return ops.route_rows(x, routes.origin, top_k)
+    return x[routes.origin.clamp(min=0) // top_k]
+
+
+def routed_inputs(x: torch.Tensor, routes: Routes, top_k: int, group: int | None) -> QuantizedInputs:
+    """:func:`routed_rows`, quantized. group: see :func:`quantize`."""
+    if ops := ops_for(x):
+        kind, groups = _kind(group)
+        return QuantizedInputs(*getattr(ops, f"route_quantize_{kind}")(x, routes.origin, top_k, *groups))
+    return quantize(routed_rows(x, routes, top_k), group)
+
+
+def combined(rows: torch.Tensor, routes: Routes, shares: torch.Tensor) -> torch.Tensor:
+    """``[M, K]``: each token's rows of ``[R, K]`` times its ``shares [M, top_k]``, added up in fp32."""
+    if ops := ops_for(rows):
+        return ops.combine_experts(rows, routes.place, shares)
+    there = routes.place.ge(0)[..., None]
+    values = torch.where(there, rows[routes.place.clamp(min=0)].float(), 0)
+    return (values * shares.float()[..., None]).sum(1).to(rows.dtype)
 
 
 def quantize(x: torch.Tensor, group: int | None) -> QuantizedInputs:

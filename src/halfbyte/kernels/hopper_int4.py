@@ -116,7 +116,11 @@ class HopperW4A8(QuantizesTokens, _HopperInt4):
     """
 
     name = "hopper-w4a8"
-    _fp16_sums = True
+    fp16_sums = True
+
+    def _normalized(self, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """In fp16 with factors, or none where they are kept in fp32."""
+        return normalized(scales)
 
     def _takes_activations(self, problem: LinearProblem) -> tuple[bool, str]:
         return problem.scheme.activations == FP8_TOKEN, "inputs must be E4M3 with a dynamic scale per token"
@@ -125,15 +129,15 @@ class HopperW4A8(QuantizesTokens, _HopperInt4):
         return w4a8_codes.block_format(e4m3_sum_group(problem.scheme), is_normalized, zero_points)
 
     def _pack(self, problem: LinearProblem, q: QuantizedTensor) -> dict[str, torch.Tensor]:
-        tensors, held = {}, normalized(q.scales)
+        tensors, held = {}, self._normalized(q.scales)
         if held is None:
             dead = dead_groups(q.codes, e4m3_sum_group(problem.scheme), q.zero_points)
-            held = normalized(q.scales.flatten().index_fill(0, dead, 0).view(q.scales.shape))
+            held = self._normalized(q.scales.flatten().index_fill(0, dead, 0).view(q.scales.shape))
             if held is not None:
                 tensors = {"dead_groups": dead, "dead_scales": q.scales.flatten()[dead]}
         if held is not None:
             tensors["row_factors"] = held[1]
-        elif self._fp16_sums and q.zero_points is None:
+        elif self.fp16_sums and q.zero_points is None:
             logger.info(
                 "%s: a weight %d x %d keeps fp32 sums: fp16 does not hold its scales",
                 self.name,
@@ -174,7 +178,7 @@ class HopperW4A8(QuantizesTokens, _HopperInt4):
             problem.out_features,
             fmt.group_size,
             fmt.zeros is not None,
-            self._fp16_sums,
+            self.fp16_sums,
             problem.dtype,
         )
 
@@ -183,7 +187,14 @@ class HopperW4A8Fp32Sums(HopperW4A8):
     """The same with all sums in fp32. Listed behind it: it runs only by name."""
 
     name = "hopper-w4a8-fp32-sums"
-    _fp16_sums = False
+    fp16_sums = False
+
+
+class HopperW4A8Fp32Scales(HopperW4A8Fp32Sums):
+    """The same with all scales in fp32, as experts have them of which one needs it."""
+
+    def _normalized(self, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None
 
 
 class HopperW4A16(_HopperInt4):

@@ -1,12 +1,20 @@
-"""A mixture's experts on quantized weights: each expert that has tokens runs its own linear layers."""
+"""A mixture's experts on quantized weights: all at once on a GPU that can, else one by one those that have tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
+
+from halfbyte.layers.expert_gate import ExpertGate
+from halfbyte.layers.grouped_experts import GroupedExperts, cannot_group
+from halfbyte.layers.linear import QuantLinear
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,26 +35,12 @@ class ExpertNames:
         return {name for name in (self.gate, self.up, self.down) if name is not None}
 
 
+_GROUPED = "halfbyte_grouped"
 _CONVENTIONS = (
     ExpertNames("gate_proj", "up_proj", "down_proj"),
     ExpertNames("w1", "w3", "w2"),
     ExpertNames(None, "up_proj", "down_proj"),
 )
-
-
-@dataclass(frozen=True)
-class ExpertGate:
-    """How the first projections' outputs become the last one's inputs.
-
-    combine: ``[T, 2 * inner]`` (or ``[T, inner]`` without a gate) to ``[T, inner]``.
-    interleaved: gate and up values alternate in what ``combine`` takes, instead of lying in halves.
-    up_bias: ``[experts, 2 * inner]``, in that same order. down_bias: ``[experts, hidden]``.
-    """
-
-    combine: Callable[[torch.Tensor], torch.Tensor]
-    interleaved: bool = False
-    up_bias: nn.Parameter | None = None
-    down_bias: nn.Parameter | None = None
 
 
 class QuantExperts(nn.Module):
@@ -59,8 +53,8 @@ class QuantExperts(nn.Module):
         super().__init__()
         self.num_experts = len(experts)
         self._names = names
-        self._combine = gate.combine
-        self._interleaved = gate.interleaved
+        self._gate = gate
+        self._grouped_for: tuple[torch.device, torch.dtype] | None = None
         self.gate_up_proj_bias: nn.Parameter | None
         self.down_proj_bias: nn.Parameter | None
         # These two keep the names that fused experts give them.
@@ -77,6 +71,9 @@ class QuantExperts(nn.Module):
         Experts without tokens cost nothing. Indices beyond the last expert stand for experts of other
         machines.
         """
+        grouped = self._grouped(hidden_states) if hidden_states.is_cuda else None
+        if grouped is not None:
+            return grouped(hidden_states, top_k_index, top_k_weights)
         result = torch.zeros_like(hidden_states)
         for index in top_k_index.unique().tolist():
             if index >= self.num_experts:
@@ -86,18 +83,47 @@ class QuantExperts(nn.Module):
             result.index_add_(0, tokens, outputs.to(result.dtype))
         return result
 
+    def _grouped(self, x: torch.Tensor) -> GroupedExperts | None:
+        """The experts at once, made for inputs like ``x`` when the first come; none if that cannot be."""
+        if self._grouped_for != (x.device, x.dtype):
+            self._grouped_for = (x.device, x.dtype)
+            self._modules.pop(_GROUPED, None)
+            # The layers outlive the mode in which somebody first runs them.
+            with torch.inference_mode(False), torch.no_grad():
+                reason = self._group(x)
+            if reason:
+                logger.info("Experts run one by one: %s", reason)
+        grouped = self._modules.get(_GROUPED)
+        return grouped if isinstance(grouped, GroupedExperts) else None
+
+    def _group(self, x: torch.Tensor) -> str:
+        """Why it cannot be done; empty once it is."""
+        names, indices = self._names, range(self.num_experts)
+        first_names = [name for name in (names.gate, names.up) if name is not None]
+        firsts = [[self._projection(index, name) for name in first_names] for index in indices]
+        lasts = [self._projection(index, names.down) for index in indices]
+        layers = [layer for layer in (*chain.from_iterable(firsts), *lasts) if isinstance(layer, QuantLinear)]
+        if len(layers) < (len(first_names) + 1) * self.num_experts:
+            return "some of them are not quantized"
+        for layer in layers:
+            layer.place(x.device, x.dtype)
+        if reason := cannot_group(firsts, lasts):  # type: ignore[arg-type]  # QuantLinear all, as was just counted
+            return reason
+        self.add_module(_GROUPED, GroupedExperts(firsts, lasts, self._gate))  # type: ignore[arg-type]
+        return ""
+
     def _expert(self, index: int, x: torch.Tensor) -> torch.Tensor:
         inner = self._projection(index, self._names.up)(x)
         if self._names.gate is not None:
             gate = self._projection(index, self._names.gate)(x)
             inner = (
                 torch.stack([gate, inner], -1).flatten(-2)
-                if self._interleaved
+                if self._gate.interleaved
                 else torch.cat([gate, inner], -1)
             )
         if self.gate_up_proj_bias is not None:
             inner = inner + self.gate_up_proj_bias[index]
-        outputs = self._projection(index, self._names.down)(self._combine(inner))
+        outputs = self._projection(index, self._names.down)(self._gate.combine(inner))
         return outputs if self.down_proj_bias is None else outputs + self.down_proj_bias[index]
 
     def _projection(self, index: int, name: str) -> nn.Module:

@@ -115,6 +115,15 @@ class QuantLinear(nn.Module):
         kernel, prepared = self._ready()
         return kernel.restore(prepared)
 
+    @property
+    def prepared(self) -> Prepared:
+        """The weight in the form of the layer's kernel, of layers that hold theirs themselves."""
+        return self._ready()[1]
+
+    def adopt(self, prepared: Prepared) -> None:
+        """Run from tensors that somebody else holds: the same weight in the same form."""
+        self._prepared = prepared
+
     def lend(self, other: QuantLinear, rows: slice) -> None:
         """Give the weight up for the same one at ``rows`` of ``other``, which has this layer's bias there too."""
         self._borrower = (other, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
@@ -15,6 +16,7 @@ if not (find_spec("triton") and find_spec("cuda")):  # pragma: no cover
     pytest.skip("the GPU packages are not for this system", allow_module_level=True)
 
 from halfbyte.kernels.hopper import (
+    routes,
     w4a8,
     w4a8_codes,
     w4a8_config,
@@ -28,6 +30,7 @@ from halfbyte.kernels.hopper import (
     w4a16_config,
 )
 from halfbyte.kernels.hopper.blocks import BlockFormat
+from halfbyte.kernels.hopper.compiler import Source, compile_source
 from halfbyte.kernels.hopper.config import MULTIPROCESSORS, QUANTUM, SHARED_BYTES, Table, TileConfig, fitted
 from tests.kernels.hopper.cubin import faults
 
@@ -84,6 +87,48 @@ def test_no_configuration_on_int8_spills(
     fitting = fitted(config, fmt)
     assert fitting is not None
     assert faults(w4a8_int8.w4a8_int8_source(fitting, fmt, BF16), tmp_path) == []
+
+
+def grouped_sources() -> Iterator[tuple[str, Source]]:
+    """The experts' kernels of all heights, and what finds their tiles."""
+    fmt = w4a8_codes.block_format(128, True, False)
+    for table in (w4a8_config.EXPERTS_FP16, w4a8_config.EXPERTS_FP32):
+        for config in table.configurations():
+            yield "w4a8", w4a8.w4a8_source(of_experts(config, fmt), fmt, BF16)
+    fmt = w4a16.block_format(128, BF16, False, BF16)
+    for table16 in (w4a16_config.EXPERTS_ROUNDED, w4a16_config.EXPERTS_EXACT):
+        for config16 in table16.configurations():
+            yield "w4a16", w4a16.w4a16_source(of_experts(config16, fmt), fmt, BF16)
+    fmt = w4a8_fp8_scales_codes.FORMAT
+    for scales_config in w4a8_fp8_scales_config.EXPERTS.configurations():
+        yield "fp8 scales", w4a8_fp8_scales.w4a8_fp8_scales_source(of_experts(scales_config, fmt), BF16)
+    for group in (128, None):
+        fmt = w4a8_int8_codes.block_format(group)
+        for int8_config in w4a8_int8_config.EXPERTS.configurations():
+            yield "int8", w4a8_int8.w4a8_int8_source(of_experts(int8_config, fmt), fmt, BF16)
+
+
+def of_experts(config: Any, fmt: BlockFormat) -> Any:
+    fitting = fitted(config, fmt)
+    assert fitting is not None
+    return replace(fitting, grouped=True)
+
+
+GROUPED = {f"{name} {i}": source for i, (name, source) in enumerate(dict.fromkeys(grouped_sources()))}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_no_experts_configuration_spills(name: str, tmp_path: Path) -> None:
+    assert faults(GROUPED[name], tmp_path) == []
+
+
+@pytest.mark.parametrize("heights", [1, 2])
+@pytest.mark.parametrize("experts", [8, 512])
+def test_what_finds_the_tiles_compiles(experts: int, heights: int) -> None:
+    for ids in (torch.int32, torch.int64):
+        code, log = compile_source(routes.routes_source(ids, 8, experts, heights))
+        assert code
+        assert "0 bytes spill stores" in log
 
 
 @pytest.mark.parametrize("group", [32, 64])

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 import halfbyte.kernels.triton.activations
+import halfbyte.kernels.triton.experts
 import halfbyte.kernels.triton.feedback
 import halfbyte.kernels.triton.linear_inputs
 import halfbyte.kernels.triton.norms

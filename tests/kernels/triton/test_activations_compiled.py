@@ -10,11 +10,18 @@ import pytest
 import torch
 
 import halfbyte.kernels.triton.activations as activations
+import halfbyte.kernels.triton.experts as experts
 import halfbyte.kernels.triton.norms as norms
 from tests.kernels.compile_triton import Compiled, compile_for
 from tests.kernels.triton.runners import Call, run
 
-KERNELS = ((activations, "quantize_kernel"), (activations, "gated_kernel"), (norms, "norm_kernel"))
+KERNELS = (
+    (activations, "quantize_kernel"),
+    (activations, "gated_kernel"),
+    (experts, "route_kernel"),
+    (experts, "combine_kernel"),
+    (norms, "norm_kernel"),
+)
 FP8 = (89, 90)
 ALL = (80, *FP8)
 WIDTHS = (64, 128, 576, 4096, 8192)
@@ -26,6 +33,11 @@ def calls(
     """Every op on rows of that length, and the compute capabilities that it is for."""
     x, weight = torch.zeros(rows, columns, dtype=dtype), torch.ones(columns, dtype=dtype)
     yield ("quantize_int8_per_token", (x,)), ALL
+    origin = torch.zeros(2 * rows, dtype=torch.int32)
+    yield ("route_rows", (x, origin, 2)), ALL
+    yield ("route_quantize_int8", (x, origin, 2)), ALL
+    yield ("route_quantize_fp8", (x, origin, 2, group)), FP8
+    yield ("combine_experts", (torch.cat([x, x]), origin.view(rows, 2), x[:, :2])), ALL
     yield ("rms_norm", (x, weight, 1e-5)), ALL
     yield ("add_rms_norm", (x, x, weight, 1e-5)), ALL
     yield ("rms_norm_quantize_int8", (x, weight, 1e-5)), ALL

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from halfbyte.checkpoint.dtypes import TORCH_DTYPES
@@ -20,9 +21,11 @@ from halfbyte.engines.transformers.stored_modules import (
     UnsupportedError,
 )
 from halfbyte.errors import HalfbyteError
+from halfbyte.kernels.fused import GATES
 from halfbyte.kernels.problem import LinearProblem
 from halfbyte.kernels.registry import explain
-from halfbyte.layers.experts import ExpertGate, ExpertNames, QuantExperts
+from halfbyte.layers.expert_gate import ExpertGate
+from halfbyte.layers.experts import ExpertNames, QuantExperts
 from halfbyte.layers.linear import QuantLinear
 
 _CPU = torch.device("cpu")
@@ -154,6 +157,7 @@ def _quant_experts(
     gate = ExpertGate(
         _combination(fused, names),
         interleaved=not getattr(fused, "is_concatenated", True),
+        activation=_activation(fused, names),
         up_bias=parameters.get("gate_up_proj_bias", parameters.get("up_proj_bias")),
         down_bias=parameters.get("down_proj_bias"),
     )
@@ -169,6 +173,14 @@ def _combination(fused: nn.Module, names: ExpertNames) -> Callable[[torch.Tensor
             "accepted: a scheme that compressed-tensors stores, which transformers runs itself"
         )
     return combination
+
+
+def _activation(fused: Any, names: ExpertNames) -> str | None:
+    """What the gate's half goes through before it is multiplied by the other one, if that is all, and known here."""
+    gating = getattr(type(fused), "_apply_gate", None)
+    if names.gate is None or getattr(gating, "__module__", None) != "transformers.integrations.moe":
+        return None
+    return next((ours for name, ours in GATES.items() if type(ACT2FN[name]) is type(fused.act_fn)), None)
 
 
 def _untie(model: PreTrainedModel) -> None:

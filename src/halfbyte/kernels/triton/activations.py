@@ -80,6 +80,7 @@ def quantize_kernel(
     codes: tl.tensor,
     scales: tl.tensor,
     sums: tl.tensor,
+    origin: tl.tensor,
     x_stride: tl.tensor,
     up_stride: tl.tensor,
     COLUMNS: tl.constexpr,
@@ -87,14 +88,24 @@ def quantize_kernel(
     GROUP: tl.constexpr,
     TILES: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    TOP_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One row, in tiles of ``GROUPS`` groups: E4M3 codes and the groups' sums, or INT8 codes and the row's sum."""
+    """One row, in tiles of ``GROUPS`` groups: E4M3 codes and the groups' sums, or INT8 codes and the row's sum.
+
+    origin: if given, which choice the row is for, and so, of ``TOP_K`` choices each, whose token's inputs it has.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    x += row * x_stride
+    source = row
+    if origin is not None:
+        choice = tl.load(origin + row)
+        if choice < 0:
+            return
+        source = (choice // TOP_K).to(tl.int64)
+    x += source * x_stride
     codes += row * COLUMNS
     if ACTIVATION is not None:
         up += row * up_stride
@@ -271,29 +282,30 @@ def _quantized_fp8(
     op: str, x: torch.Tensor, up: torch.Tensor | None, group_size: int, activation: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_fp8(op, x, group_size)
-    codes, scales, sums = fp8_outputs(x, group_size)
-    _launch(x, up, codes, scales, sums, group_size, activation)
-    return codes, scales, sums
+    outputs = fp8_outputs(x, group_size)
+    quantize_rows(x, up, outputs, group_size, activation)
+    return outputs
 
 
 def _quantized_int8(
     x: torch.Tensor, up: torch.Tensor | None, activation: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    codes, scales, sums = int8_outputs(x)
-    _launch(x, up, codes, scales, sums, INT8_GROUP, activation)
-    return codes, scales, sums
+    outputs = int8_outputs(x)
+    quantize_rows(x, up, outputs, INT8_GROUP, activation)
+    return outputs
 
 
-def _launch(
+def quantize_rows(
     x: torch.Tensor,
     up: torch.Tensor | None,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    sums: torch.Tensor,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     group_size: int,
     activation: str | None,
+    origin: torch.Tensor | None = None,
+    top_k: int = 1,
 ) -> None:
-    rows, columns = x.shape
+    """Launch the kernel for all rows of ``outputs``: codes, scales and sums. origin, top_k: as it takes them."""
+    rows, columns = outputs[0].shape
     if rows == 0:
         return
     tile = min(
@@ -303,9 +315,8 @@ def _launch(
         quantize_kernel[(rows,)](
             x,
             up,
-            codes,
-            scales,
-            sums,
+            *outputs,
+            origin,
             x.stride(0),
             0 if up is None else up.stride(0),
             COLUMNS=columns,
@@ -313,5 +324,6 @@ def _launch(
             GROUP=group_size,
             TILES=-(-columns // tile),
             ACTIVATION=activation,
-            **row_options(x, tile),
+            TOP_K=top_k,
+            **row_options(x, tile, rows),
         )

@@ -43,12 +43,16 @@ def check_fp8(op: str, x: torch.Tensor, group_size: int) -> None:
         raise HalfbyteError(f"{op} needs a GPU of compute capability 8.9 or higher, for E4M3")
 
 
-def fp8_outputs(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def fp8_outputs(
+    x: torch.Tensor, group_size: int, rows: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Room for E4M3 codes ``[M, K]``, fp32 scales ``[M, 1]`` and sums ``[M, ceil(K / group_size)]``.
 
-    Rows of sums begin at multiples of 16 bytes, where the copy engine of a Hopper GPU can read them.
+    Rows of sums begin at multiples of 16 bytes, where the copy engine of a Hopper GPU can read them. rows: M, if not
+    those of ``x``.
     """
-    rows, columns = x.shape
+    columns = x.shape[1]
+    rows = x.shape[0] if rows is None else rows
     groups = -(-columns // group_size)
     return (
         x.new_empty(rows, columns, dtype=torch.float8_e4m3fn),
@@ -57,11 +61,14 @@ def fp8_outputs(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.T
     )
 
 
-def int8_outputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for INT8 codes ``[M, K]``, fp32 scales ``[M, 1]`` and the rows' sums, int32 ``[M, 1]``."""
-    rows = x.shape[0]
+def int8_outputs(x: torch.Tensor, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for INT8 codes ``[M, K]``, fp32 scales ``[M, 1]`` and the rows' sums, int32 ``[M, 1]``.
+
+    rows: M, if not those of ``x``.
+    """
+    rows = x.shape[0] if rows is None else rows
     return (
-        x.new_empty(x.shape, dtype=torch.int8),
+        x.new_empty(rows, x.shape[1], dtype=torch.int8),
         x.new_empty(rows, 1, dtype=torch.float32),
         x.new_empty(rows, 1, dtype=torch.int32),
     )
