@@ -107,19 +107,19 @@ def gated_quantize(
     return quantize(gated(gate, up, activation), group)
 
 
-def routed_rows(x: torch.Tensor, routes: Routes, top_k: int) -> torch.Tensor:
+def routed_rows(x: torch.Tensor, routes: Routes) -> torch.Tensor:
     """Tokens ``[M, K]`` as the rows ``[R, K]`` of ``routes``. What rows of nobody hold is not said."""
     if ops := ops_for(x):
-        return ops.route_rows(x, routes.origin, top_k)
-    return x[routes.origin.clamp(min=0) // top_k]
+        return ops.route_rows(x, routes.place)
+    return x[routes.origin.clamp(min=0) // routes.place.shape[1]]
 
 
-def routed_inputs(x: torch.Tensor, routes: Routes, top_k: int, group: int | None) -> QuantizedInputs:
+def routed_inputs(x: torch.Tensor, routes: Routes, group: int | None) -> QuantizedInputs:
     """:func:`routed_rows`, quantized. group: see :func:`quantize`."""
     if ops := ops_for(x):
         kind, groups = _kind(group)
-        return QuantizedInputs(*getattr(ops, f"route_quantize_{kind}")(x, routes.origin, top_k, *groups))
-    return quantize(routed_rows(x, routes, top_k), group)
+        return QuantizedInputs(*getattr(ops, f"route_quantize_{kind}")(x, routes.place, *groups))
+    return quantize(routed_rows(x, routes), group)
 
 
 def combined(rows: torch.Tensor, routes: Routes, shares: torch.Tensor) -> torch.Tensor:

@@ -85,9 +85,9 @@ class HopperExperts(ABC, Generic[LinearKernel]):
     ) -> torch.Tensor:
         """``[R, out]`` of ``[R, in]``. heights: those for which ``routes`` were found. bias: ``[experts, out]``."""
 
-    def route(self, x: torch.Tensor, prepared: PreparedExperts, routes: Routes, top_k: int) -> Rows:
+    def route(self, x: torch.Tensor, prepared: PreparedExperts, routes: Routes) -> Rows:
         """Rows ``[R, in]`` of tokens ``[M, in]`` as :meth:`run` takes them."""
-        return routed_inputs(x, routes, top_k, _sums_of(prepared))
+        return routed_inputs(x, routes, _sums_of(prepared))
 
     def rows(self, values: torch.Tensor, prepared: PreparedExperts) -> Rows:
         """Rows ``[R, in]`` as :meth:`run` takes them."""
@@ -199,8 +199,8 @@ class _W4A16(HopperExperts[HopperW4A16]):
     def __init__(self) -> None:
         super().__init__(HopperW4A16())
 
-    def route(self, x: torch.Tensor, prepared: PreparedExperts, routes: Routes, top_k: int) -> Rows:
-        return (routed_rows(x, routes, top_k),)
+    def route(self, x: torch.Tensor, prepared: PreparedExperts, routes: Routes) -> Rows:
+        return (routed_rows(x, routes),)
 
     def rows(self, values: torch.Tensor, prepared: PreparedExperts) -> Rows:
         return (values.contiguous(),)

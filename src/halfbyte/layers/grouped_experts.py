@@ -53,10 +53,10 @@ class GroupedExperts(nn.Module):
         A number that is no expert adds nothing, nor does an expert that a token has had before. No synchronisation, the
         same bits every time.
         """
-        top_k, experts = ids.shape[1], len(self._first.experts)
-        heights = tile_heights(len(x), top_k, experts)
+        tokens, top_k = ids.shape
+        heights = tile_heights(tokens, top_k, len(self._first.experts))
         routes = self._routes(ids, heights)
-        rows = self._first_kernel.route(x, self._first, routes, top_k)
+        rows = self._first_kernel.route(x, self._first, routes)
         inner = self._first_kernel.run(rows, self._first, routes, heights, self._first_bias)
         rows = self._gated(inner)
         outer = self._last_kernel.run(rows, self._last, routes, heights, self._last_bias)

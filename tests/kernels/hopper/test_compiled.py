@@ -122,11 +122,12 @@ def test_no_experts_configuration_spills(name: str, tmp_path: Path) -> None:
     assert faults(GROUPED[name], tmp_path) == []
 
 
-@pytest.mark.parametrize("heights", [1, 2])
-@pytest.mark.parametrize("experts", [8, 512])
-def test_what_finds_the_tiles_compiles(experts: int, heights: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 300, 4096])
+@pytest.mark.parametrize(("experts", "heights"), [(8, 1), (512, 2)])
+def test_what_finds_the_tiles_compiles(experts: int, heights: int, tokens: int) -> None:
+    cut = routes.routes_cut(tokens * 8, experts)
     for ids in (torch.int32, torch.int64):
-        code, log = compile_source(routes.routes_source(ids, 8, experts, heights))
+        code, log = compile_source(routes.routes_source(ids, 8, experts, heights, cut))
         assert code
         assert "0 bytes spill stores" in log
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import pytest
@@ -22,12 +22,15 @@ pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda", 0)
 BF16 = torch.bfloat16
+W4A8, W4A16 = (
+    replace(PRESETS[name], weights=PRESETS[name].weights.with_scale("bf16")) for name in ("w4a8", "w4a16")
+)
 KERNELS = {
-    "hopper-w4a8": "w4a8",
-    "hopper-w4a8-fp32-sums": "w4a8",
-    "hopper-w4a8-fp8-scales": "w4a8",
-    "hopper-w4a16": "w4a16",
-    "hopper-w4a8-int8": "w4a8-int8",
+    "hopper-w4a8": W4A8,
+    "hopper-w4a8-fp32-sums": W4A8,
+    "hopper-w4a8-fp8-scales": W4A8,
+    "hopper-w4a16": W4A16,
+    "hopper-w4a8-int8": PRESETS["w4a8-int8"],
 }
 
 
@@ -49,7 +52,7 @@ class Case:
 
     @cached_property
     def layers(self) -> list[Prepared]:
-        scheme = PRESETS[KERNELS[self.name]]
+        scheme = KERNELS[self.name]
         problem = LinearProblem(scheme, self.n, self.k, GPU, self.dtype)
         generator = torch.Generator(GPU).manual_seed(self.n + self.k)
         weights = [torch.randn(self.n, self.k, device=GPU, generator=generator) for _ in range(self.experts)]
@@ -168,7 +171,7 @@ def test_an_expert_whose_scales_fp16_does_not_hold() -> None:
     layers = list(of_kernel.layers)
     weight = torch.randn(512, 768, device=GPU)
     weight[:, :128] *= 1e-6
-    layers[2] = of_kernel.kernel.linear.prepare(quantize(weight, PRESETS["w4a8"].weights), layers[0].problem)
+    layers[2] = of_kernel.kernel.linear.prepare(quantize(weight, W4A8.weights), layers[0].problem)
     assert "row_factors" not in layers[2].tensors
     prepared = of_kernel.kernel.stack(layers)
     assert "row_factors" not in prepared.stacked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ KERNELS = (
     (activations, "quantize_kernel"),
     (activations, "gated_kernel"),
     (experts, "route_kernel"),
+    (experts, "route_quantize_kernel"),
     (experts, "combine_kernel"),
     (norms, "norm_kernel"),
 )
@@ -33,11 +35,6 @@ def calls(
     """Every op on rows of that length, and the compute capabilities that it is for."""
     x, weight = torch.zeros(rows, columns, dtype=dtype), torch.ones(columns, dtype=dtype)
     yield ("quantize_int8_per_token", (x,)), ALL
-    origin = torch.zeros(2 * rows, dtype=torch.int32)
-    yield ("route_rows", (x, origin, 2)), ALL
-    yield ("route_quantize_int8", (x, origin, 2)), ALL
-    yield ("route_quantize_fp8", (x, origin, 2, group)), FP8
-    yield ("combine_experts", (torch.cat([x, x]), origin.view(rows, 2), x[:, :2])), ALL
     yield ("rms_norm", (x, weight, 1e-5)), ALL
     yield ("add_rms_norm", (x, x, weight, 1e-5)), ALL
     yield ("rms_norm_quantize_int8", (x, weight, 1e-5)), ALL
@@ -49,6 +46,15 @@ def calls(
         yield (f"{activation}_and_mul", (x, x)), ALL
         yield (f"{activation}_and_mul_quantize_int8", (x, x)), ALL
         yield (f"{activation}_and_mul_quantize_fp8", (x, x, group)), FP8
+
+
+def routed_calls(columns: int, dtype: torch.dtype) -> Iterator[tuple[Call, tuple[int, ...]]]:
+    """Those around a mixture's experts."""
+    x, place = torch.zeros(2, columns, dtype=dtype), torch.zeros(2, 4, dtype=torch.int32)
+    yield ("route_rows", (x, place)), ALL
+    yield ("route_quantize_int8", (x, place)), ALL
+    yield ("route_quantize_fp8", (x, place, 128)), FP8
+    yield ("combine_experts", (torch.zeros(8, columns, dtype=dtype), place, torch.zeros(2, 4))), ALL
 
 
 class Launch:
@@ -102,7 +108,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_nothing_spills(launched: Any, dtype: torch.dtype) -> None:
     for columns in WIDTHS if dtype == torch.bfloat16 else (4096,):
-        for call, capabilities in calls(columns, dtype):
+        for call, capabilities in chain(calls(columns, dtype), routed_calls(columns, dtype)):
             for capability in capabilities:
                 assert launched(call).compiled(capability).spills == 0, (call[0], columns, capability)
 
@@ -149,5 +155,5 @@ def test_other_gpus_are_not_asked_to_overlap(launched: Any) -> None:
 
 def test_torch_agrees_with_the_schemas(launched: Any) -> None:
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for (name, arguments), _ in calls(576, torch.bfloat16):
+    for (name, arguments), _ in chain(calls(576, torch.bfloat16), routed_calls(576, torch.bfloat16)):
         torch.library.opcheck(getattr(torch.ops.halfbyte, name).default, arguments, test_utils=checks)

@@ -12,6 +12,7 @@ from tests.kernels.triton.rows import DTYPES, assert_fp8, assert_int8, assert_sa
 from tests.kernels.triton.runners import Runner
 
 EXPERTS = 5
+DEVICE = torch.device("cuda", 0)
 
 
 def routed(tokens: int, top_k: int) -> tuple[Routes, torch.Tensor]:
@@ -27,11 +28,11 @@ def test_rows_are_those_of_their_tokens(run: Runner, dtype: torch.dtype) -> None
     cases = [(hostile_rows(m, k, dtype), top_k) for m, k, top_k in ((11, 200, 2), (4, 64, 3), (0, 64, 2))]
     calls = []
     for x, top_k in cases:
-        origin = routed(len(x), top_k)[0].origin
+        place = routed(len(x), top_k)[0].place
         calls += [
-            ("route_quantize_fp8", (x, origin, top_k, 64)),
-            ("route_quantize_int8", (x, origin, top_k)),
-            ("route_rows", (x, origin, top_k)),
+            ("route_quantize_fp8", (x, place, 64)),
+            ("route_quantize_int8", (x, place)),
+            ("route_rows", (x, place)),
         ]
     results = iter(run(calls))
     for x, top_k in cases:
@@ -69,9 +70,17 @@ def test_tokens_are_the_sums_of_their_rows(run: Runner, dtype: torch.dtype, shar
         assert ((found.double() - exact).abs() <= exact.abs() * unit + 2e-6).all()
 
 
-def test_what_is_not_taken_is_refused(run: Runner) -> None:
-    x, origin = torch.zeros(2, 64), torch.zeros(4, dtype=torch.int32)
-    with pytest.raises(HalfbyteError, match="route_rows"):
-        torch.ops.halfbyte.route_rows(x, origin.long(), 2)
-    with pytest.raises(HalfbyteError, match="combine_experts"):
-        torch.ops.halfbyte.combine_experts(x, origin.view(2, 2), torch.zeros(2, 3))
+@pytest.mark.gpu
+def test_what_is_not_taken_is_refused() -> None:
+    x, place = torch.zeros(2, 64, device=DEVICE), torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
+    ops = torch.ops.halfbyte
+    with pytest.raises(
+        HalfbyteError, match=r"route_rows takes contiguous int32 places \[2, top_k\], not int64"
+    ):
+        ops.route_rows(x, place.long())
+    with pytest.raises(HalfbyteError, match=r"route_quantize_int8 takes .* not int32 \[1, 2\]"):
+        ops.route_quantize_int8(x, place[:1])
+    with pytest.raises(HalfbyteError, match="route_rows takes at most 16384 columns, not 20000"):
+        ops.route_rows(torch.zeros(2, 20000, device=DEVICE), place)
+    with pytest.raises(HalfbyteError, match="combine_experts takes contiguous rows"):
+        ops.combine_experts(x, place, torch.zeros(2, 3, device=DEVICE))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import torch
 
@@ -15,8 +17,9 @@ from halfbyte.kernels.hopper.operands import require
 from halfbyte.kernels.routes import LONGEST_RUN, Routes, first_runs
 
 MOST_EXPERTS = 512
-_THREADS = 1024
-_WARPS = _THREADS // 32
+# A thread keeps so many ids at most; beyond that there are more threads, then more blocks.
+_MOST_STEPS = 4
+_BLOCKS = (1, 2, 4, 8)
 _IDS = {torch.int32: "int", torch.int64: "long long"}
 
 
@@ -43,12 +46,10 @@ def _expert_routes(
         routes.offsets.zero_()
         routes.tiles.zero_()
         return routes
-    source = routes_source(ids.dtype, ids.shape[1], experts, len(heights))
-    most = _most_experts(experts)
-    shared = 4 * (_WARPS + most + 4 + len(heights) * most + _WARPS * most)
+    cut = routes_cut(ids.numel(), experts)
     with torch.cuda.device_of(ids):
-        function(source, ids.device.index)(
-            Launch((1, 1, 1), _THREADS, shared),
+        function(routes_source(ids.dtype, ids.shape[1], experts, len(heights), cut), ids.device.index)(
+            cut.launch(experts, len(heights)),
             [pointer(ids), *map(pointer, routes), _sizes(ids, experts, heights)],
         )
     return routes
@@ -59,8 +60,33 @@ def _(ids, experts, heights):  # type: ignore[no-untyped-def]
     return tuple(_room(ids, experts, heights))
 
 
+@dataclass(frozen=True)
+class RoutesCut:
+    """How ids are divided: ``steps`` for each of ``threads`` of each of ``blocks``."""
+
+    threads: int
+    steps: int
+    blocks: int
+
+    def launch(self, experts: int, heights: int) -> Launch:
+        most, warps = _most_experts(experts), self.threads // 32
+        # struct Shared
+        shared = 4 * ((1 + heights) * most // 32 + most + 1 + heights * most + most + warps * most)
+        return Launch((self.blocks, 1, 1), self.threads, up(shared, 16), self.blocks)
+
+
+def routes_cut(ids: int, experts: int) -> RoutesCut:
+    """As few threads as have not too many ids each; with the most threads, as many ids as it takes."""
+    fewest = max(256, _most_experts(experts))
+    for blocks, threads in product(_BLOCKS, (fewest, 1024)):
+        steps = -(-ids // (blocks * threads))
+        if steps <= _MOST_STEPS:
+            return RoutesCut(threads, 1 << (steps - 1).bit_length(), blocks)
+    return RoutesCut(1024, 1 << (-(-ids // (_BLOCKS[-1] * 1024)) - 1).bit_length(), _BLOCKS[-1])
+
+
 @cache
-def routes_source(ids: torch.dtype, top_k: int, experts: int, heights: int) -> Source:
+def routes_source(ids: torch.dtype, top_k: int, experts: int, heights: int, cut: RoutesCut) -> Source:
     """The kernel for one kind of routing."""
     defines: dict[str, str | int] = {
         "Id": _IDS[ids],
@@ -68,6 +94,9 @@ def routes_source(ids: torch.dtype, top_k: int, experts: int, heights: int) -> S
         "MOST_EXPERTS": _most_experts(experts),
         "HEIGHTS": heights,
         "LONGEST": LONGEST_RUN,
+        "THREADS": cut.threads,
+        "STEPS": cut.steps,
+        "CLUSTER": cut.blocks,
     }
     return Source.of("routes.cu", "routes", defines)
 
@@ -91,7 +120,7 @@ def _most_experts(experts: int) -> int:
 
 
 def _sizes(ids: torch.Tensor, experts: int, heights: Sequence[int]) -> ctypes.Array:
-    """``struct Sizes``: tokens, experts, ids of a warp, the heights, where their runs begin."""
+    """``struct Sizes``: tokens, experts, the heights, where their runs begin."""
     begins = first_runs(ids.numel(), experts, heights)[:-1]
-    numbers = [ids.shape[0], experts, up(-(-ids.numel() // _WARPS), 32), *heights, *begins]
+    numbers = [ids.shape[0], experts, *heights, *begins]
     return (ctypes.c_int * len(numbers))(*numbers)

@@ -32,6 +32,7 @@ from halfbyte.kernels.triton.row_math import (
 )
 from halfbyte.kernels.triton.rows import (
     INT8_GROUP,
+    LARGEST_TILE,
     check_fp8,
     check_rows,
     cut_rows,
@@ -41,8 +42,6 @@ from halfbyte.kernels.triton.rows import (
     row_options,
 )
 
-# Values of a row that a program holds at a time, by bytes of a value. Longer rows are read twice.
-_LARGEST_TILE = {2: 32768, 4: 16384}
 # Where nothing is asked of a whole row, programs share it in parts of this many values.
 _GATED_TILE = 2048
 
@@ -80,7 +79,6 @@ def quantize_kernel(
     codes: tl.tensor,
     scales: tl.tensor,
     sums: tl.tensor,
-    origin: tl.tensor,
     x_stride: tl.tensor,
     up_stride: tl.tensor,
     COLUMNS: tl.constexpr,
@@ -88,24 +86,14 @@ def quantize_kernel(
     GROUP: tl.constexpr,
     TILES: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    TOP_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One row, in tiles of ``GROUPS`` groups: E4M3 codes and the groups' sums, or INT8 codes and the row's sum.
-
-    origin: if given, which choice the row is for, and so, of ``TOP_K`` choices each, whose token's inputs it has.
-    """
+    """One row, in tiles of ``GROUPS`` groups: E4M3 codes and the groups' sums, or INT8 codes and the row's sum."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    source = row
-    if origin is not None:
-        choice = tl.load(origin + row)
-        if choice < 0:
-            return
-        source = (choice // TOP_K).to(tl.int64)
-    x += source * x_stride
+    x += row * x_stride
     codes += row * COLUMNS
     if ACTIVATION is not None:
         up += row * up_stride
@@ -282,41 +270,39 @@ def _quantized_fp8(
     op: str, x: torch.Tensor, up: torch.Tensor | None, group_size: int, activation: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_fp8(op, x, group_size)
-    outputs = fp8_outputs(x, group_size)
-    quantize_rows(x, up, outputs, group_size, activation)
-    return outputs
+    codes, scales, sums = fp8_outputs(x, group_size)
+    _launch(x, up, codes, scales, sums, group_size, activation)
+    return codes, scales, sums
 
 
 def _quantized_int8(
     x: torch.Tensor, up: torch.Tensor | None, activation: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    outputs = int8_outputs(x)
-    quantize_rows(x, up, outputs, INT8_GROUP, activation)
-    return outputs
+    codes, scales, sums = int8_outputs(x)
+    _launch(x, up, codes, scales, sums, INT8_GROUP, activation)
+    return codes, scales, sums
 
 
-def quantize_rows(
+def _launch(
     x: torch.Tensor,
     up: torch.Tensor | None,
-    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    sums: torch.Tensor,
     group_size: int,
     activation: str | None,
-    origin: torch.Tensor | None = None,
-    top_k: int = 1,
 ) -> None:
-    """Launch the kernel for all rows of ``outputs``: codes, scales and sums. origin, top_k: as it takes them."""
-    rows, columns = outputs[0].shape
+    rows, columns = x.shape
     if rows == 0:
         return
-    tile = min(
-        triton.next_power_of_2(-(-columns // group_size)) * group_size, _LARGEST_TILE[x.element_size()]
-    )
+    tile = min(triton.next_power_of_2(-(-columns // group_size)) * group_size, LARGEST_TILE[x.element_size()])
     with on_device(x):
         quantize_kernel[(rows,)](
             x,
             up,
-            *outputs,
-            origin,
+            codes,
+            scales,
+            sums,
             x.stride(0),
             0 if up is None else up.stride(0),
             COLUMNS=columns,
@@ -324,6 +310,5 @@ def quantize_rows(
             GROUP=group_size,
             TILES=-(-columns // tile),
             ACTIVATION=activation,
-            TOP_K=top_k,
-            **row_options(x, tile, rows),
+            **row_options(x, tile),
         )

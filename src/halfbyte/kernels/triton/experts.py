@@ -1,4 +1,4 @@
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 """Before and after a mixture's experts, on the GPU: tokens to rows, quantized or plain, and rows back to tokens.
 
 ``torch.ops.halfbyte``: ``route_quantize_fp8``, ``route_quantize_int8``, ``route_rows``, ``combine_experts``. Rows are
@@ -10,18 +10,31 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.errors import HalfbyteError
-from halfbyte.kernels.triton.activations import quantize_rows
-from halfbyte.kernels.triton.row_math import part_of_row, widened
+from halfbyte.kernels.triton.row_math import (
+    divided,
+    fp8_sums,
+    int8_codes,
+    largest_magnitude,
+    part_of_row,
+    scale_for,
+    store_sums,
+    sums_of_row,
+    tile_columns,
+    widened,
+)
 from halfbyte.kernels.triton.rows import (
     INT8_GROUP,
+    LARGEST_TILE,
     check_fp8,
     check_rows,
     cut_rows,
     fp8_outputs,
     int8_outputs,
     on_device,
+    row_options,
 )
 
 _TILE = 2048
@@ -30,7 +43,7 @@ _TILE = 2048
 @triton.jit
 def route_kernel(
     x: tl.tensor,
-    origin: tl.tensor,
+    place: tl.tensor,
     out: tl.tensor,
     x_stride: tl.tensor,
     COLUMNS: tl.constexpr,
@@ -38,12 +51,55 @@ def route_kernel(
     TOP_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """A part of one row: its token's."""
-    row, columns = part_of_row(TILE, PDL)
-    choice = tl.load(origin + row)
-    if choice >= 0:
-        values = tl.load(x + (choice // TOP_K).to(tl.int64) * x_stride + columns, mask=columns < COLUMNS)
-        tl.store(out + row * COLUMNS + columns, values, mask=columns < COLUMNS)
+    """A part of one token, into its rows."""
+    token, columns = part_of_row(TILE, PDL)
+    values = tl.load(x + token * x_stride + columns, mask=columns < COLUMNS)
+    for slot in tl.static_range(TOP_K):
+        row = tl.load(place + token * TOP_K + slot).to(tl.int64)
+        tl.store(out + row * COLUMNS + columns, values, mask=(columns < COLUMNS) & (row >= 0))
+
+
+@triton.jit
+def route_quantize_kernel(
+    x: tl.tensor,
+    place: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    sums: tl.tensor,
+    x_stride: tl.tensor,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One token, quantized once, into its rows: E4M3 codes and the groups' sums, or INT8 codes and the row's sum."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    IS_INT8: tl.constexpr = codes.dtype.element_ty == tl.int8
+    groups = tl.arange(0, GROUPS)
+    columns = tile_columns(GROUPS, GROUP)
+    values = widened(tl.load(x + token * x_stride + columns, mask=columns < COLUMNS, other=0.0))
+    scale = scale_for(largest_magnitude(values), 127.0 if IS_INT8 else 448.0)
+    if IS_INT8:
+        tile = int8_codes(values, scale, DTYPE)
+        total = tl.sum(tile.to(tl.int32))
+    else:
+        tile = divided(values, scale, DTYPE).to(tl.float8e4nv)
+        total = fp8_sums(tile)
+    for slot in tl.static_range(TOP_K):
+        row = tl.load(place + token * TOP_K + slot).to(tl.int64)
+        there = row >= 0
+        tl.store(codes + row * COLUMNS + columns, tile, mask=(columns < COLUMNS) & there)
+        tl.store(scales + row, scale, mask=there)
+        if IS_INT8:
+            tl.store(sums + row, total, mask=there)
+        else:
+            of_row = sums_of_row(sums, row, GROUP, COLUMNS)
+            store_sums(of_row, groups, total, (groups * GROUP < COLUMNS) & there)
 
 
 @triton.jit
@@ -71,39 +127,42 @@ def combine_kernel(
 
 @torch.library.custom_op("halfbyte::route_quantize_fp8", mutates_args=())
 def route_quantize_fp8(
-    x: torch.Tensor, origin: torch.Tensor, top_k: int, group_size: int
+    x: torch.Tensor, place: torch.Tensor, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens ``[M, K]`` of bfloat16, float16 or float32 as rows ``[R, K]`` of E4M3 codes, fp32 scales, sums.
 
-    origin: int32 ``[R]``: row r is of token ``origin[r] // top_k``. group_size: of the sums.
+    place: int32 ``[M, top_k]``, the rows that each token goes to, all different; -1 for none. R is ``M * top_k``.
+    group_size: of the sums.
     """
-    _check("route_quantize_fp8", x, origin)
+    _check("route_quantize_fp8", x, place)
     check_fp8("route_quantize_fp8", x, group_size)
-    outputs = fp8_outputs(x, group_size, len(origin))
-    quantize_rows(x, None, outputs, group_size, None, origin, top_k)
+    outputs = fp8_outputs(x, group_size, place.numel())
+    _quantize(x, place, outputs, group_size)
     return outputs
 
 
 @torch.library.custom_op("halfbyte::route_quantize_int8", mutates_args=())
 def route_quantize_int8(
-    x: torch.Tensor, origin: torch.Tensor, top_k: int
+    x: torch.Tensor, place: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same as INT8 codes, with the sum of each row's."""
-    _check("route_quantize_int8", x, origin)
-    outputs = int8_outputs(x, len(origin))
-    quantize_rows(x, None, outputs, INT8_GROUP, None, origin, top_k)
+    _check("route_quantize_int8", x, place)
+    outputs = int8_outputs(x, place.numel())
+    _quantize(x, place, outputs, INT8_GROUP)
     return outputs
 
 
 @torch.library.custom_op("halfbyte::route_rows", mutates_args=())
-def route_rows(x: torch.Tensor, origin: torch.Tensor, top_k: int) -> torch.Tensor:
+def route_rows(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """The same as they are."""
-    _check("route_rows", x, origin)
-    out = x.new_empty(len(origin), x.shape[1])
-    if len(origin):
-        grid, options = cut_rows(out, _TILE)
+    _check("route_rows", x, place)
+    out = x.new_empty(place.numel(), x.shape[1])
+    if len(x):
+        grid, options = cut_rows(x, _TILE)
         with on_device(x):
-            route_kernel[grid](x, origin, out, x.stride(0), COLUMNS=x.shape[1], TOP_K=top_k, **options)
+            route_kernel[grid](
+                x, place, out, x.stride(0), COLUMNS=x.shape[1], TOP_K=place.shape[1], **options
+            )
     return out
 
 
@@ -137,19 +196,19 @@ def combine_experts(rows: torch.Tensor, place: torch.Tensor, shares: torch.Tenso
 
 @route_quantize_fp8.register_fake
 def _(
-    x: torch.Tensor, origin: torch.Tensor, top_k: int, group_size: int
+    x: torch.Tensor, place: torch.Tensor, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return fp8_outputs(x, group_size, len(origin))
+    return fp8_outputs(x, group_size, place.numel())
 
 
 @route_quantize_int8.register_fake
-def _(x: torch.Tensor, origin: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return int8_outputs(x, len(origin))
+def _(x: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return int8_outputs(x, place.numel())
 
 
 @route_rows.register_fake
-def _(x: torch.Tensor, origin: torch.Tensor, top_k: int) -> torch.Tensor:
-    return x.new_empty(len(origin), x.shape[1])
+def _(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(place.numel(), x.shape[1])
 
 
 @combine_experts.register_fake
@@ -157,8 +216,37 @@ def _(rows: torch.Tensor, place: torch.Tensor, shares: torch.Tensor) -> torch.Te
     return rows.new_empty(len(place), rows.shape[1])
 
 
-def _check(op: str, x: torch.Tensor, origin: torch.Tensor) -> None:
+def _check(op: str, x: torch.Tensor, place: torch.Tensor) -> None:
+    """Errors: what the kernels do not take."""
     check_rows(op, x)
-    if origin.dtype != torch.int32 or origin.dim() != 1 or not origin.is_contiguous():
-        kind = str(origin.dtype).removeprefix("torch.")
-        raise HalfbyteError(f"{op} takes contiguous int32 origins [R], not {kind} {list(origin.shape)}")
+    if place.dtype != torch.int32 or place.shape[:-1] != x.shape[:1] or not place.is_contiguous():
+        kind = str(place.dtype).removeprefix("torch.")
+        raise HalfbyteError(
+            f"{op} takes contiguous int32 places [{len(x)}, top_k], not {kind} {list(place.shape)}"
+        )
+    if x.shape[1] > LARGEST_TILE[x.element_size()]:
+        raise HalfbyteError(f"{op} takes at most {LARGEST_TILE[x.element_size()]} columns, not {x.shape[1]}")
+
+
+def _quantize(
+    x: torch.Tensor,
+    place: torch.Tensor,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    group_size: int,
+) -> None:
+    rows, columns = x.shape
+    if rows == 0:
+        return
+    groups = triton.next_power_of_2(-(-columns // group_size))
+    with on_device(x):
+        route_quantize_kernel[(rows,)](
+            x,
+            place,
+            *outputs,
+            x.stride(0),
+            COLUMNS=columns,
+            GROUPS=groups,
+            GROUP=group_size,
+            TOP_K=place.shape[1],
+            **row_options(x, groups * group_size),
+        )

@@ -130,6 +130,13 @@ def divided(values: tl.tensor, scale: tl.tensor, DTYPE: tl.constexpr) -> tl.tens
 
 
 @triton.jit
+def int8_codes(values: tl.tensor, scale: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """Of a tile: 0 where the scale is NaN. No quotient of a row leaves [-127, 127]."""
+    integers = (divided(values, scale, DTYPE) + TO_INTEGER).to(tl.int32, bitcast=True)
+    return tl.where(scale == scale, integers, 0).to(tl.int8)
+
+
+@triton.jit
 def store_int8(
     values: tl.tensor,
     scale: tl.tensor,
@@ -138,12 +145,8 @@ def store_int8(
     COLUMNS: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Write the INT8 codes of a tile: 0 where the scale is NaN. No quotient of a row leaves [-127, 127].
-
-    Returns their sum.
-    """
-    integers = (divided(values, scale, DTYPE) + TO_INTEGER).to(tl.int32, bitcast=True)
-    tile = tl.where(scale == scale, integers, 0).to(tl.int8)
+    """Write the INT8 codes of a tile. Returns their sum."""
+    tile = int8_codes(values, scale, DTYPE)
     tl.store(codes + columns, tile, mask=columns < COLUMNS)
     return tl.sum(tile.to(tl.int32))
 
@@ -172,18 +175,28 @@ def store_fp8(
     """
     tile = divided(values, scale, DTYPE).to(tl.float8e4nv)
     tl.store(codes + columns, tile, mask=columns < COLUMNS)
-    totals = tl.sum(tl.sum(tile.to(tl.float32), axis=2), axis=0)
-    inside = groups * GROUP < COLUMNS
+    store_sums(sums, groups, fp8_sums(tile), groups * GROUP < COLUMNS)
+
+
+@triton.jit
+def fp8_sums(codes: tl.tensor) -> tl.tensor:
+    """Of each group of a tile."""
+    return tl.sum(tl.sum(codes.to(tl.float32), axis=2), axis=0)
+
+
+@triton.jit
+def store_sums(sums: tl.tensor, groups: tl.tensor, totals: tl.tensor, mask: tl.tensor) -> None:
+    """Write the groups' ``totals`` where the mask says so. sums: of the row."""
     if ASSEMBLY:
         # A plain store would first carry the sums to one warp, through shared memory and two barriers.
         tl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b64 to; setp.ne.s32 p, $4, 0; mad.wide.s32 to, $2, 4, $1; "
             "@p st.global.b32 [to], $3; mov.b32 $0, 0; }",
             "=r,l,r,r,r",
-            [sums.to(tl.int64), groups, totals, inside.to(tl.int32)],
+            [sums.to(tl.int64), groups, totals, mask.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
-        tl.store(sums + groups, totals, mask=inside)
+        tl.store(sums + groups, totals, mask=mask)

@@ -14,6 +14,8 @@ from halfbyte.kernels.quantized_inputs import sums_pitch
 
 INT8_GROUP = 128
 """Of the tiles in which rows become INT8, which have no groups."""
+LARGEST_TILE = {2: 32768, 4: 16384}
+"""Values of a row that a program holds at a time, by bytes of a value. Longer rows are read twice."""
 
 
 def check_rows(op: str, *inputs: torch.Tensor) -> None:
