@@ -88,3 +88,13 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         ).stdout
     found = {name: int(count) for name, count in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
     return found["REG"], found["STACK"] + found["LOCAL"]
+
+
+def machine_code(compiled: Compiled) -> str:
+    """The instructions of a kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        return subprocess.run(
+            [_TOOLS / "nvdisasm", "-c", path], capture_output=True, text=True, check=True
+        ).stdout

@@ -107,10 +107,8 @@ def test_the_weights_are_read_back_and_held_once() -> None:
     assert all(torch.equal(tensor.cpu(), after[name].cpu()) for name, tensor in before.items())
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
-    packed = sum(tensor.numel() for tensor in experts.halfbyte_grouped._first.stacked.values())  # type: ignore[union-attr]
     experts.halfbyte_grouped._first = experts.halfbyte_grouped._last = None  # type: ignore[union-attr,assignment]
     assert torch.cuda.memory_allocated() == held  # the layers have views of the same
-    assert held < 20 * packed
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 import halfbyte.kernels.triton.activations as activations
 import halfbyte.kernels.triton.experts as experts
 import halfbyte.kernels.triton.norms as norms
-from tests.kernels.compile_triton import Compiled, compile_for
+from tests.kernels.compile_triton import Compiled, compile_for, machine_code
 from tests.kernels.triton.runners import Call, run
 
 KERNELS = (
@@ -122,6 +122,17 @@ def test_long_rows_do_not_spill_either(launched: Any, rows: int, dtype: torch.dt
                 # In rows of several tiles two registers may make room, once for each tile.
                 allowed = 8 if columns > 32768 else 0
                 assert launched(call).compiled(90).spills <= allowed, (call[0], columns)
+
+
+@pytest.mark.parametrize("columns", [200, 2048, 7168])
+def test_codes_are_widened_from_their_own_registers(launched: Any, columns: int) -> None:
+    """ptxas 12.8 takes the stack pointer for half of them where they are packed for a store of 32 bits later on."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for call, capabilities in chain(calls(columns, dtype), routed_calls(columns, dtype)):
+            if capabilities == FP8:
+                code = machine_code(launched(call).compiled(90))
+                assert "UNPACK" in code
+                assert not re.search(r"F2FP\S*UNPACK\S* R\d+, R1 ", code), call[0]
 
 
 @pytest.mark.parametrize("group", [32, 128])

@@ -89,12 +89,14 @@ def route_quantize_kernel(
         total = tl.sum(tile.to(tl.int32))
     else:
         tile = divided(values, scale, DTYPE).to(tl.float8e4nv)
-        total = fp8_sums(tile)
     for slot in tl.static_range(TOP_K):
         row = tl.load(place + token * TOP_K + slot).to(tl.int64)
         there = row >= 0
         tl.store(codes + row * COLUMNS + columns, tile, mask=(columns < COLUMNS) & there)
         tl.store(scales + row, scale, mask=there)
+        if slot == 0 and not IS_INT8:
+            # Before the first store, ptxas 12.8 would widen half of the codes from another register.
+            total = fp8_sums(tile)
         if IS_INT8:
             tl.store(sums + row, total, mask=there)
         else:
