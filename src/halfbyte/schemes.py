@@ -30,6 +30,11 @@ class Scheme:
         """The field's shorthand WxAy."""
         return f"W{self.weights.bits}A{self.activations.bits if self.activations else 16}"
 
+    @property
+    def has_static_inputs(self) -> bool:
+        """Whether the checkpoint holds the scale of the inputs."""
+        return self.activations is not None and not self.activations.dynamic
+
     def aimed_at(self, target: TargetName) -> Scheme:
         """The same for another target's kernel, if it is one of INT4 weights and E4M3 inputs; else as it is."""
         is_w4a8 = self.weights.element == "int4" and self.activations and self.activations.element == "e4m3"

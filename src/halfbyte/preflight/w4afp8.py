@@ -12,7 +12,7 @@ _ACCEPTED = {Role.EXPERT: "experts in w4a8", Role.LINEAR: "fp8_per_block for lay
 
 
 def check_w4afp8(findings: Findings, layout: ModelLayout, recipe: Recipe, assignment: Assignment) -> None:
-    """Errors for what its config cannot say, which names no modules."""
+    """Errors for what its config cannot say, which names no modules; a warning about input scales that are a guess."""
     if recipe.format != "w4afp8":
         return
     if not any(module.role is Role.EXPERT for module in layout.modules):
@@ -20,6 +20,12 @@ def check_w4afp8(findings: Findings, layout: ModelLayout, recipe: Recipe, assign
             "error", "format: w4afp8", "is of mixtures, and this model has no experts; accepted: a mixture"
         )
         return
+    if not any(method.needs_data for method in assignment.methods.values()):
+        findings.add(
+            "warning",
+            "format: w4afp8",
+            "input_scale of all experts is 1 without data, so that inputs beyond 448 saturate; --data measures it",
+        )
     for module in layout.modules:
         scheme = assignment.schemes[module.name]
         wanted = _ELEMENTS.get(module.role)
