@@ -29,7 +29,7 @@ def input_scales(
             match = _EXPERT.fullmatch(step.module.name)
             key = (match["experts"], match["projection"] in _LAST) if match else (step.module.name, False)
             groups.setdefault(key, []).append(step)
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for members in groups.values():
         names = [step.module.name for step in members]
         seen = [statistics[name].absmax.max() for name in names if name in statistics]
