@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from halfbyte.errors import HalfbyteError
@@ -291,3 +293,38 @@ def test_qserves_config_has_no_exceptions() -> None:
 
 def test_qserves_readers_have_no_experts() -> None:
     assert any("no experts" in message for message in messages(findings(mixture(), QSERVE), "error"))
+
+
+# SGLang's w4afp8
+
+W4AFP8 = Recipe(format="w4afp8")
+
+
+def test_w4afp8_says_that_input_scales_are_a_guess() -> None:
+    found = findings(mixture(), W4AFP8)
+    assert [(f.level, f.where) for f in found] == [("warning", "format: w4afp8")]
+    assert "input_scale of all experts is 1 without data" in found[0].message
+    assert findings(mixture(), Recipe(format="w4afp8", algorithm="awq+gptq")) == []
+
+
+def test_w4afp8_is_of_mixtures() -> None:
+    assert "no experts" in one(findings(llama(), W4AFP8), "error", "format: w4afp8")
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "words"),
+    [
+        ({"ignore": ["*.o_proj"]}, "model.layers.*.self_attn.o_proj", "is left alone"),
+        ({"ignore": ["*.experts.1.*"]}, "model.layers.*.mlp.experts.*.up_proj", "is left alone"),
+        ({"targets": {"*.o_proj": "w4a8"}}, "model.layers.*.self_attn.o_proj", "would be int4"),
+        (
+            {"targets": {"*.experts.*": "fp8_per_block"}},
+            "model.layers.*.mlp.experts.*.up_proj",
+            "would be e4m3",
+        ),
+        ({"targets": {"lm_head": "fp8_per_block"}}, "lm_head", "16 bits"),
+    ],
+)
+def test_w4afp8_has_no_exceptions(options: dict[str, Any], where: str, words: str) -> None:
+    found = findings(mixture(), Recipe(format="w4afp8", **options))
+    assert any(words in message for message in messages(found, "error", where)), found

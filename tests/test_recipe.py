@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfbyte.checkpoint.w4afp8_config import experts_scheme
 from halfbyte.errors import HalfbyteError
+from halfbyte.models.layout import Role
 from halfbyte.recipe import Options, Recipe
 from halfbyte.schemes import PRESETS, resolve
+from tests.layouts import mixture
 
 
 def load(tmp_path: Path, text: str) -> Recipe:
@@ -203,10 +206,44 @@ def test_qserves_files_hold_fp16_scales() -> None:
         ({"scheme": "w4a8-int8", "group_size": -1, "symmetric": True}, "cannot be stored as qserve"),
         (
             {"scheme": "w4a8-int8", "format": "gguf"},
-            "'format' is 'gguf'; accepted: 'compressed-tensors' or 'qserve'",
+            "'format' is 'gguf'; accepted: 'compressed-tensors', 'qserve' or 'w4afp8'",
         ),
     ],
 )
 def test_what_a_format_cannot_hold(options: dict[str, Any], words: str) -> None:
     with pytest.raises(HalfbyteError, match=re.escape(words)):
         Recipe(**{"format": "qserve", **options})
+
+
+def test_w4afp8_has_one_scheme_for_experts_and_one_for_the_rest() -> None:
+    recipe = Recipe(format="w4afp8")
+    schemes = {
+        module.role: scheme
+        for module, scheme in zip(mixture().modules, recipe.assign(mixture()).schemes.values(), strict=True)
+    }
+    assert schemes[Role.EXPERT] == experts_scheme()
+    assert schemes[Role.LINEAR] == resolve("fp8_per_block")
+    assert schemes[Role.ROUTER] is None
+    assert experts_scheme().has_static_inputs
+    assert not resolve("w4a8").has_static_inputs
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"group_size": 64},
+            "scheme w4a8 in groups of 64 cannot be stored as w4afp8; accepted: w4a8 with group",
+        ),
+        ({"group_size": -1}, "scheme w4a8 cannot be stored as w4afp8"),
+        ({"symmetric": False}, "scheme w4a8 with zero points cannot be stored as w4afp8"),
+        ({"scheme": "w4a16"}, "scheme w4a16 cannot be stored as w4afp8"),
+        ({"scheme": "w4a8-int8"}, "scheme w4a8-int8 with zero points cannot be stored as w4afp8"),
+        ({"scheme": "fp8"}, "scheme fp8 cannot be stored as w4afp8"),
+        ({"target": "vllm"}, "target vllm is of another kernel than w4afp8's"),
+        ({"targets": {"*.o_proj": "w8a16"}}, "target '*.o_proj': scheme w8a16 cannot be stored as w4afp8"),
+    ],
+)
+def test_what_w4afp8_cannot_hold(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(HalfbyteError, match=re.escape(words)):
+        Recipe(**{"format": "w4afp8", **options})

@@ -52,8 +52,8 @@ def quantize(
     algorithm, clip: see :class:`halfbyte.method.Method`; ``rtn`` unless a recipe or ``data`` says otherwise.
     target: whose kernel's numbers weights are rounded to, ``halfbyte`` or ``vllm``; ``halfbyte`` unless a recipe says
         otherwise.
-    format: of the files, ``compressed-tensors`` (with halfbyte's own form where it has no name) or ``qserve``;
-        ``compressed-tensors`` unless a recipe says otherwise.
+    format: of the files, ``compressed-tensors`` (with halfbyte's own form where it has no name), ``qserve`` or
+        ``w4afp8``; ``compressed-tensors`` unless a recipe says otherwise.
     data: what to calibrate on, with sample numbers or as a path alone; ``default`` is the package's own texts. It makes
         the algorithm ``awq+gptq`` where neither ``algorithm`` nor the recipe names one; methods that need data take
         ``default`` without it.

@@ -48,10 +48,15 @@ class Assignment:
 
 
 def assign(
-    layout: ModelLayout, default: Choice | None, ignore: Sequence[str], targets: Mapping[str, Choice]
+    layout: ModelLayout,
+    default: Choice | None,
+    ignore: Sequence[str],
+    targets: Mapping[str, Choice],
+    dense: Choice | None = None,
 ) -> Assignment:
     """Applies ``ignore`` and ``targets`` to every module, ``default`` to the linears and experts left over.
 
+    dense: what linears get instead, experts aside.
     Of the patterns that mean a module one decides: exact before ``re:`` before wildcards; among equals
     ``ignore`` before ``targets``, then the earlier one. ``lm_head``, routers and other weights that stay out
     by their role are quantized only by a target that means nothing but such weights: ``re:.*`` spares them.
@@ -70,7 +75,7 @@ def assign(
     for module in layout.modules:
         by_role = module.role.quantizable
         heeded = [p for p in matching[module.name] if by_role or p in ignored or p not in broad]
-        choice = default if by_role else None
+        choice = (dense if dense and module.role is Role.LINEAR else default) if by_role else None
         if heeded:
             decides[heeded[0]] += 1
             choice = None if heeded[0] in ignored else targets[heeded[0]]

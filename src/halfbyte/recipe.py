@@ -6,7 +6,8 @@ In YAML::
     algorithm: awq+gptq              # steps joined by +; default awq+gptq with data, rtn without
     clip: mse                        # ranges of least error; default output with data, none without
     target: vllm                     # the numbers of vLLM's W4A8 kernel; default halfbyte's, exact scales
-    format: qserve                   # QServe's files (scheme w4a8-int8); default compressed-tensors
+    format: qserve                   # QServe's files (scheme w4a8-int8); w4afp8: SGLang's, of mixtures (scheme w4a8:
+                                     # experts, all else is fp8_per_block); default compressed-tensors
     ignore:
       - "re:.*layers\\.0\\."          # exact name, re:<regex from the start>, or wildcards
     targets:
@@ -149,7 +150,14 @@ class Recipe(BaseModel):
 
     def assign(self, layout: ModelLayout) -> Assignment:
         """The decision for every module of ``layout``; see :func:`halfbyte.assignment.assign`."""
-        return assign(layout, self.default, self.ignore, self.choices)
+        return assign(layout, self.default, self.ignore, self.choices, self._dense)
+
+    @property
+    def _dense(self) -> Choice | None:
+        """What linears get instead of the default where the format has one scheme for them and one for experts."""
+        if self.format != "w4afp8" or self.default is None:
+            return None
+        return Choice(self._settled(resolve("fp8_per_block")), self._method(None, None))
 
     def _choice(self, pattern: str, options: Options) -> Choice:
         try:

@@ -9,7 +9,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
 
 TargetName = Literal["halfbyte", "vllm"]
-FormName = Literal["compressed-tensors", "qserve"]
+FormName = Literal["compressed-tensors", "qserve", "w4afp8"]
 
 
 @dataclass(frozen=True)
@@ -30,32 +30,58 @@ class Scheme:
         """The field's shorthand WxAy."""
         return f"W{self.weights.bits}A{self.activations.bits if self.activations else 16}"
 
+    @property
+    def has_static_inputs(self) -> bool:
+        """Whether the checkpoint holds the scale of the inputs."""
+        return self.activations is not None and not self.activations.dynamic
+
     def aimed_at(self, target: TargetName) -> Scheme:
         """The same for another target's kernel, if it is one of INT4 weights and E4M3 inputs; else as it is."""
         is_w4a8 = self.weights.element == "int4" and self.activations and self.activations.element == "e4m3"
         return replace(self, target=target) if is_w4a8 else self
 
     def stored_as(self, form: FormName) -> Scheme:
-        """The same in the numbers that files of ``form`` hold: all of QServe's floating-point scales are fp16.
+        """The same in the numbers that files of ``form`` hold: all of QServe's floating-point scales are fp16, and
+        experts in SGLang's w4afp8 have inputs with a static scale.
 
         Errors: a scheme that ``form`` cannot hold.
         """
-        if form != "qserve":
-            return self
-        if self.activations != _INT8_TOKEN or (self.weights.element, self.weights.symmetric) != (
-            "int4",
-            False,
-        ):
-            raise HalfbyteError(
-                f"scheme {self.name} cannot be stored as qserve; accepted: w4a8-int8, with group_size 128 or -1"
-            )
-        if self.weights.scale == "int8":
-            return replace(self, weights=replace(self.weights, outer_dtype="f16"))
-        if self.weights.granularity != "channel":
-            raise HalfbyteError(
-                f"scheme {self.name}: qserve's groups have integer scales under one of the channel; accepted: w4a8-int8"
-            )
-        return replace(self, weights=replace(self.weights, scale="f16"))
+        if form == "qserve":
+            return _in_qserve(self)
+        return _in_w4afp8(self) if form == "w4afp8" else self
+
+
+def _in_qserve(scheme: Scheme) -> Scheme:
+    weights = scheme.weights
+    if scheme.activations != _INT8_TOKEN or (weights.element, weights.symmetric) != ("int4", False):
+        raise HalfbyteError(
+            f"scheme {scheme.name} cannot be stored as qserve; accepted: w4a8-int8, with group_size 128 or -1"
+        )
+    if weights.scale == "int8":
+        return replace(scheme, weights=replace(weights, outer_dtype="f16"))
+    if weights.granularity != "channel":
+        raise HalfbyteError(
+            f"scheme {scheme.name}: qserve's groups have integer scales under one of the channel; accepted: w4a8-int8"
+        )
+    return replace(scheme, weights=replace(weights, scale="f16"))
+
+
+def _in_w4afp8(scheme: Scheme) -> Scheme:
+    experts, dense = PRESETS["w4a8"], PRESETS["fp8_per_block"]
+    if (scheme.weights, scheme.activations) == (dense.weights, dense.activations):
+        return scheme
+    if scheme.target != "halfbyte":
+        raise HalfbyteError(
+            f"target {scheme.target} is of another kernel than w4afp8's, whose scales are exact; accepted: halfbyte"
+        )
+    if (scheme.weights, scheme.activations) == (experts.weights, experts.activations):
+        return replace(scheme, activations=replace(_FP8_TOKEN, granularity="tensor", dynamic=False))
+    size = "" if scheme.weights.group_size in (None, 128) else f" in groups of {scheme.weights.group_size}"
+    zeros = "" if scheme.weights.symmetric else " with zero points"
+    raise HalfbyteError(
+        f"scheme {scheme.name}{size}{zeros} cannot be stored as w4afp8; accepted: w4a8 with group_size 128 and no zero "
+        "points for experts, fp8_per_block for other layers"
+    )
 
 
 _FP8_TOKEN = ActivationFormat("e4m3", "token")

@@ -362,7 +362,15 @@ def test_modelopt_w4a8_awq(tmp_path: Path) -> None:
         ({"weight": ("I8", (256, 256)), "dequant_scale": ("F16", (256,))}, "qserve-w8a8", (256, 256)),
         ({"weight": ("I8", (256, 256)), "SCB": ("F32", (256,))}, "bitsandbytes", (256, 256)),
         ({"weight": ("U8", (32768, 1)), "weight.absmax": ("F32", (1024,))}, "bitsandbytes", (32768, 1)),
-        ({"weight": ("I8", (256, 128)), "weight_scale_inv": ("F32", (256, 2))}, "w4afp8", (256, 256)),
+        (
+            {
+                "weight": ("I8", (256, 128)),
+                "weight_scale_inv": ("F32", (256, 2)),
+                "input_scale": ("BF16", (1,)),
+            },
+            "w4afp8",
+            (256, 256),
+        ),
         ({"trellis": ("I16", (16, 16, 48)), "suh": ("F16", (256,)), "svh": ("F16", (256,))}, "exl3", (256, 256)),
         ({"_weight_qdata": ("F8_E4M3", (256, 256)), "_weight_scale": ("F32", (256, 1))}, "torchao", (256, 256)),
         ({"weight_packed": ("U8", (256, 128)), "weight_scale": ("U8", (256, 8))}, "mxfp4-pack-quantized", (256, 256)),

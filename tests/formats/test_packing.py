@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import HalfbyteError
-from halfbyte.formats.packing import pack_int32, pack_nibbles, unpack_int32, unpack_nibbles
+from halfbyte.formats.packing import (
+    pack_int32,
+    pack_nibbles,
+    pack_signed_nibbles,
+    unpack_int32,
+    unpack_nibbles,
+    unpack_signed_nibbles,
+)
 
 
 def random_codes(bits: int, *shape: int) -> torch.Tensor:
@@ -103,8 +110,33 @@ def test_nibbles_equal_compressed_tensors() -> None:
         (lambda: pack_nibbles(torch.zeros(3, dtype=torch.uint8)), "pairs"),
         (lambda: pack_nibbles(torch.zeros(4, dtype=torch.int8)), "uint8"),
         (lambda: unpack_nibbles(torch.zeros(4, dtype=torch.int32)), "uint8"),
+        (lambda: pack_signed_nibbles(torch.zeros(3, dtype=torch.int8)), "pairs"),
+        (lambda: pack_signed_nibbles(torch.zeros(4, dtype=torch.uint8)), "int8"),
+        (lambda: unpack_signed_nibbles(torch.zeros(4, dtype=torch.uint8)), "int8"),
     ],
 )
 def test_bad_input_is_one_line(call: object, says: str) -> None:
     with pytest.raises(HalfbyteError, match=says):
         call()  # type: ignore[operator]
+
+
+def test_signed_nibbles_by_hand() -> None:
+    # -1 is 0xF and 7 is 0x7, the even column low: 0x7F. -8 is 0x8 and 0 is 0: 0x08.
+    codes = torch.tensor([[-1, 7, -8, 0]], dtype=torch.int8)
+    packed = torch.tensor([[0x7F, 0x08]], dtype=torch.int8)
+    assert torch.equal(pack_signed_nibbles(codes), packed)
+    assert torch.equal(unpack_signed_nibbles(packed), codes)
+
+
+def test_every_byte_is_two_signed_nibbles() -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(torch.int8)[:, None]
+    codes = unpack_signed_nibbles(every)
+    want = [[(byte & 15) - 16 * (byte & 15 > 7), (byte >> 4) - 16 * (byte >> 4 > 7)] for byte in range(256)]
+    assert codes.tolist() == want
+    assert torch.equal(pack_signed_nibbles(codes), every)
+
+
+def test_signed_nibbles_are_compressed_tensors_words_with_top_bits_flipped() -> None:
+    codes = torch.randint(-8, 8, (6, 64), dtype=torch.int8)
+    words = pack_int32(codes, 4).view(torch.uint8)
+    assert torch.equal(pack_signed_nibbles(codes).view(torch.uint8) ^ 0x88, words)

@@ -10,7 +10,7 @@ from typing import Any
 
 from halfbyte.audit.declaration import LINEAR_CLASSES, Declared, Rule, ignore_by_part, ignore_by_pattern
 from halfbyte.audit.declared_groups import kv_in_words
-from halfbyte.audit.stored import QSERVE_LAYOUT
+from halfbyte.audit.stored import QSERVE_LAYOUT, W4AFP8_LAYOUT
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
 
 Reader = Callable[[Mapping[str, Any], Declared], None]
@@ -126,6 +126,20 @@ def _qoq(found: Mapping[str, Any], result: Declared) -> None:
     result.ignored = ignore_by_part(("lm_head",))
 
 
+def _w4afp8(found: Mapping[str, Any], result: Declared) -> None:
+    result.format = "w4afp8"
+    experts = Rule(
+        W4AFP8_LAYOUT,
+        TensorFormat("int4", "group", 128, scale="f32"),
+        ActivationFormat("e4m3", "tensor", dynamic=False),
+    )
+    blocks = TensorFormat("e4m3", "block", block_shape=(128, 128), scale="f32")
+    dense = Rule("fp8-block", blocks, ActivationFormat("e4m3", "group", 128))
+    result.rules += [((r"re:(.*\.)?experts\.\d+\.[^.]+$",), experts), (LINEAR_CLASSES, dense)]
+    ignored = found.get("ignored_layers") or found.get("modules_to_not_convert") or ()
+    result.ignored = ignore_by_part(("lm_head", *ignored))
+
+
 def _names_only(layout: str) -> Reader:
     """A format that is described from its tensors; its config only says which one it is."""
 
@@ -142,7 +156,7 @@ FOREIGN: dict[str, Reader] = {
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "mxfp4": _mxfp4,
-    "w4afp8": _names_only("w4afp8"),
+    "w4afp8": _w4afp8,
     "bitsandbytes": _names_only("bitsandbytes"),
     "exl3": _names_only("exl3"),
     "qoq": _qoq,

@@ -15,7 +15,7 @@ from halfbyte.audit.codes import CodeTable, code_table
 from halfbyte.audit.elements import float_table, padding_is_zero, unpack_nibbles, unpack_words
 from halfbyte.audit.modules import StoredModule
 from halfbyte.audit.raw import raw_bytes, values
-from halfbyte.audit.stored import QSERVE_LAYOUT
+from halfbyte.audit.stored import QSERVE_LAYOUT, W4AFP8_LAYOUT
 from halfbyte.checkpoint.headers import TensorInfo
 from halfbyte.checkpoint.reader import Checkpoint
 from halfbyte.formats.spec import TensorFormat
@@ -24,7 +24,7 @@ DECODED_LAYOUTS = frozenset(
     {
         *("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "fp8", "fp8-block"),
         *("mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized", "two-level-pack-quantized"),
-        QSERVE_LAYOUT,
+        *(QSERVE_LAYOUT, W4AFP8_LAYOUT),
     }
 )
 # A chunk goes through a dozen passes, so it should stay in the cache.
@@ -179,6 +179,9 @@ class WeightDecoder:
             return unpack_words(words, self._format.bits, self.shape[1])
         if self._format.element == "e2m1":
             return unpack_nibbles(raw)
+        if self._module.stored.layout == W4AFP8_LAYOUT:
+            # In two's complement; the table counts from the smallest code.
+            return unpack_nibbles(raw) ^ np.uint8(8)
         return raw
 
     def _tiles(self, start: int, stop: int) -> Tiles:

@@ -12,6 +12,9 @@ from halfbyte.audit.stored import Part, StoredWeight, split_name
 from halfbyte.checkpoint.headers import TensorInfo
 from halfbyte.formats.spec import TensorFormat
 
+_W4AFP8_METHOD = "w4afp8"
+_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
 
 class StoredModule(NamedTuple):
     """One weight and its companions. parts: leaf -> tensor."""
@@ -59,6 +62,8 @@ def gather(tensors: Mapping[str, TensorInfo], declared: Declared) -> Gathered:
             by_module[module][leaf] = info
         else:
             by_module[module] = {leaf: info}
+    if declared.method == _W4AFP8_METHOD:
+        _bring_input_scales_home(by_module)
     seen: dict[tuple[object, ...], StoredWeight | None] = {}
     for name, parts in by_module.items():
         match = declared.rule_for(name) if declared.rules else None
@@ -72,6 +77,15 @@ def gather(tensors: Mapping[str, TensorInfo], declared: Declared) -> Gathered:
         else:
             result.modules.append(StoredModule(name, parts, stored, match))
     return result
+
+
+def _bring_input_scales_home(by_module: dict[str, dict[str, TensorInfo]]) -> None:
+    """In checkpoints of DeepSeek's models, ``w1.input_scale`` is of ``gate_proj.weight``, and so on."""
+    for module in [name for name, parts in by_module.items() if parts.keys() == {"input_scale"}]:
+        expert, _, shard = module.rpartition(".")
+        home = by_module.get(f"{expert}.{_PROJECTIONS.get(shard, '')}")
+        if home is not None and "input_scale" not in home:
+            home |= by_module.pop(module)
 
 
 def group_in_words(form: TensorFormat | None) -> str:

@@ -9,6 +9,7 @@ from halfbyte.audit.declaration import Rule
 from halfbyte.audit.stored import (
     QSERVE_LAYOUT,
     SCALE_DTYPES,
+    W4AFP8_LAYOUT,
     Part,
     Parts,
     StoredWeight,
@@ -16,6 +17,8 @@ from halfbyte.audit.stored import (
     missing,
 )
 from halfbyte.formats.spec import TensorFormat
+
+_W4AFP8_GROUP = 128
 
 
 def foreign_int8(parts: Parts) -> StoredWeight | None:
@@ -29,10 +32,17 @@ def foreign_int8(parts: Parts) -> StoredWeight | None:
         form = TensorFormat("int8", "channel", scale="f32")
         return StoredWeight("bitsandbytes", weight.shape, "int8", "weight", form)
     if "weight_scale_inv" in parts:  # two codes a byte, as SGLang's w4afp8 experts have them
-        faults: list[str] = []
+        faults = missing(parts, "input_scale")
         shape = (*weight.shape[:-1], weight.shape[-1] * 2)
         packed = grouped_format("int4", shape, parts["weight_scale_inv"], True, faults)
-        return StoredWeight("w4afp8", shape, "int4", "weight", packed, tuple(faults))
+        if packed and packed.granularity == "channel" and shape[-1] == _W4AFP8_GROUP:
+            packed = TensorFormat("int4", "group", _W4AFP8_GROUP, scale=packed.scale)
+        if packed and packed.group_size != _W4AFP8_GROUP:
+            found = list(parts["weight_scale_inv"].shape)
+            faults.append(
+                f"weight_scale_inv {found} is not of groups of {_W4AFP8_GROUP}, which SGLang takes it for"
+            )
+        return StoredWeight(W4AFP8_LAYOUT, shape, "int4", "weight", packed, tuple(faults))
     return None
 
 

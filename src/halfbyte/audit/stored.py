@@ -43,6 +43,7 @@ KV_LEAVES = (
 MODULE_LEAVES = frozenset((*CODE_LEAVES, *SCALE_LEAVES, *COMPANION_LEAVES))
 
 QSERVE_LAYOUT = "qserve"
+W4AFP8_LAYOUT = "w4afp8"
 SCALE_DTYPES = {
     "BF16": "bf16",
     "F16": "f16",

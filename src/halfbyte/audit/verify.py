@@ -161,7 +161,7 @@ class _Verifier:
                 "error",
                 "vLLM",
                 str(self._checkpoint.path),
-                "no weight is INT4 with FP8 activations, so its W4A8 rules cannot accept it",
+                "no weight is INT4 with FP8 activations in a form that it reads, so its W4A8 rules cannot accept it",
             )
         self._result.findings += [refusal._replace(level="error") for refusal in refusals or ()]
 

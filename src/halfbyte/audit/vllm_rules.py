@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from halfbyte.audit.modules import StoredModule
+from halfbyte.audit.stored import W4AFP8_LAYOUT
 from halfbyte.audit.verification import Finding
 from halfbyte.models.layout import ModuleInfo, Role
 
@@ -136,6 +137,7 @@ def _is_w4a8(module: StoredModule) -> bool:
     rule = module.match.rule if module.match else None
     return bool(
         module.stored.quantized
+        and module.stored.layout != W4AFP8_LAYOUT  # which vLLM does not read at all
         and module.stored.element == "int4"
         and rule
         and rule.activations

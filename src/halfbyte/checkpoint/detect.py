@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from halfbyte.checkpoint import qserve_config
+from halfbyte.checkpoint import qserve_config, w4afp8_config
 from halfbyte.checkpoint.model_config import CONFIG_FILE
 from halfbyte.checkpoint.quantization_config import (
     COMPRESSED_TENSORS,
@@ -18,7 +18,10 @@ from halfbyte.checkpoint.stored_quantization import StoredQuantization
 from halfbyte.errors import HalfbyteError
 
 UNQUANTIZED = "unquantized"
-READABLE = (UNQUANTIZED, COMPRESSED_TENSORS, QUANT_METHOD, qserve_config.QUANT_METHOD)
+READABLE = (
+    *(UNQUANTIZED, COMPRESSED_TENSORS, QUANT_METHOD),
+    *(qserve_config.QUANT_METHOD, w4afp8_config.QUANT_METHOD),
+)
 # Files in which tools describe their quantization when config.json does not.
 _SIDE_CONFIGS = {
     "quantize_config.json": "gptq",
@@ -71,6 +74,12 @@ def detect(checkpoint: Checkpoint) -> Detection:
             return Detection(method, why, parse_config(quantization))
         except HalfbyteError as error:
             raise HalfbyteError(f"{config_file}: {error}") from None
+    if (name := _packed_expert(checkpoint)) is not None:
+        why = (
+            f"{name} is INT8 beside {w4afp8_config.SCALE_LEAF}, but {CONFIG_FILE} has no quantization_config"
+        )
+        entry = f'"quantization_config": {{"quant_method": "{w4afp8_config.QUANT_METHOD}"}}'
+        return Detection(w4afp8_config.UNDECLARED, f"{why}; {entry} in {CONFIG_FILE} makes it readable")
     for file, method in _SIDE_CONFIGS.items():
         if (checkpoint.path / file).exists():
             return Detection(method, f"{file} lies beside the weights; not readable yet")
@@ -83,6 +92,16 @@ def detect(checkpoint: Checkpoint) -> Detection:
         why = f"tensor {name} is of a quantized model, but {CONFIG_FILE} has no quantization_config"
         return Detection(f"{method} without config", f"{why}; not readable")
     return Detection(UNQUANTIZED, f"{CONFIG_FILE} has no quantization_config")
+
+
+def _packed_expert(checkpoint: Checkpoint) -> str | None:
+    """A weight that only w4afp8 stores so; its first files came with a config.json that does not say it."""
+    for name, info in checkpoint.tensors.items():
+        if info.dtype == "I8" and name.endswith(".weight"):
+            module = name.removesuffix(".weight")
+            if f"{module}.{w4afp8_config.SCALE_LEAF}" in checkpoint.tensors:
+                return name
+    return None
 
 
 def _telling_tensor(names: Iterable[str]) -> tuple[str, str] | None:

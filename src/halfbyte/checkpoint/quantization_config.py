@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
-from halfbyte.checkpoint import qserve_config
+from halfbyte.checkpoint import qserve_config, w4afp8_config
 from halfbyte.checkpoint.config_groups import (
     TWO_LEVEL_FORMAT,
     activation_args,
@@ -91,17 +91,19 @@ def find_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def parse_config(quantization: Mapping[str, Any]) -> StoredQuantization:
-    """What a ``quantization_config`` of compressed-tensors, halfbyte or QServe (``qoq``) says.
+    """What a ``quantization_config`` of compressed-tensors, halfbyte, QServe (``qoq``) or SGLang's ``w4afp8`` says.
 
     Errors: sparse weights, values that no supported format has, entries of the wrong type, an unknown target.
     """
     method = str(quantization.get("quant_method", COMPRESSED_TENSORS))
     if method == qserve_config.QUANT_METHOD:
         return qserve_config.parse_config(quantization)
+    if method == w4afp8_config.QUANT_METHOD:
+        return w4afp8_config.parse_config(quantization)
     if method not in (COMPRESSED_TENSORS, QUANT_METHOD):
         raise HalfbyteError(
             f"quant_method {method!r} is not read as config groups; accepted: {COMPRESSED_TENSORS}, {QUANT_METHOD}, "
-            f"{qserve_config.QUANT_METHOD}"
+            f"{qserve_config.QUANT_METHOD}, {w4afp8_config.QUANT_METHOD}"
         )
     _refuse_sparse(quantization)
     target = quantization.get(TARGET_KEY, _DEFAULT_TARGET)

@@ -17,6 +17,9 @@ _CLASS_ROLES = {
     "Embedding": frozenset({Role.EMBEDDING}),
 }
 
+_FORMS: dict[str, FormName] = {"qoq": "qserve", "w4afp8": "w4afp8"}
+_SCALE_LEAVES = {"qserve": "s1_scales", "w4afp8": "weight_scale_inv"}
+
 
 @dataclass(frozen=True)
 class StoredGroup:
@@ -31,8 +34,8 @@ class StoredGroup:
 class StoredQuantization:
     """The quantization of a checkpoint.
 
-    quant_method: ``compressed-tensors``, ``halfbyte`` or ``qoq``. kv_cache: arguments of the KV cache's scheme, if any.
-    notes: what was read over, one line each.
+    quant_method: ``compressed-tensors``, ``halfbyte``, ``qoq`` or ``w4afp8``. kv_cache: arguments of the KV cache's
+    scheme, if any. notes: what was read over, one line each.
     """
 
     quant_method: str
@@ -44,12 +47,12 @@ class StoredQuantization:
     @property
     def form(self) -> FormName:
         """How weights are stored, as :mod:`halfbyte.checkpoint.quantized_weight` names it."""
-        return "qserve" if self.quant_method == "qoq" else "compressed-tensors"
+        return _FORMS.get(self.quant_method, "compressed-tensors")
 
     @property
     def scale_leaf(self) -> str:
         """Local name of the tensor that every quantized weight has."""
-        return "s1_scales" if self.form == "qserve" else "weight_scale"
+        return _SCALE_LEAVES.get(self.form, "weight_scale")
 
     def scheme_for(
         self, name: str, role: Role = Role.LINEAR, stored: Container[str] | None = None

@@ -48,7 +48,7 @@ def quantize(
     format: Annotated[
         str | None,
         typer.Option(
-            help="Of the files: compressed-tensors, or qserve with --scheme w4a8-int8. "
+            help="Of the files: compressed-tensors, qserve with --scheme w4a8-int8, or w4afp8 (SGLang's, of mixtures). "
             "Default: a recipe's, or compressed-tensors."
         ),
     ] = None,

@@ -72,6 +72,24 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     return _split_nibbles(packed.contiguous())
 
 
+def pack_signed_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Codes -8..7 (int8) ``[..., C]`` two to a byte (int8) ``[..., C / 2]``: the even column in the low nibble.
+
+    Each is in two's complement, as SGLang's w4afp8 reads them. Errors: another dtype, an odd number of columns.
+    """
+    if codes.dtype != torch.int8 or codes.shape[-1] % 2:
+        raise HalfbyteError(f"signed nibbles need int8 codes in pairs, not {codes.dtype} {list(codes.shape)}")
+    return _join_nibbles(codes.contiguous()).view(torch.int8)
+
+
+def unpack_signed_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`pack_signed_nibbles`. Errors: another dtype."""
+    if packed.dtype != torch.int8:
+        raise HalfbyteError(f"packed signed nibbles are int8, not {packed.dtype}")
+    # With their top bits flipped, nibbles are the codes plus 8.
+    return _split_nibbles(packed.contiguous().view(torch.uint8) ^ 0x88, offset=8).view(torch.int8)
+
+
 def _check(tensor: torch.Tensor, dtype: torch.dtype, bits: int) -> None:
     if tensor.dtype != dtype:
         raise HalfbyteError(f"packing {bits} bits needs {dtype}, not {tensor.dtype}")

@@ -12,6 +12,7 @@ from halfbyte.preflight.qserve import check_qserve
 from halfbyte.preflight.rules import check_rules
 from halfbyte.preflight.shards import check_tensor_parallel
 from halfbyte.preflight.vllm import check_vllm
+from halfbyte.preflight.w4afp8 import check_w4afp8
 from halfbyte.recipe import Recipe
 
 __all__ = ["Finding", "preflight"]
@@ -33,4 +34,5 @@ def preflight(layout: ModelLayout, recipe: Recipe, assignment: Assignment, tp: i
     check_model(findings, layout, assignment)
     check_vllm(findings, layout, assignment, tp)
     check_qserve(findings, layout, recipe, assignment)
+    check_w4afp8(findings, layout, recipe, assignment)
     return findings.collected()

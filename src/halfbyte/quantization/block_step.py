@@ -20,6 +20,7 @@ from halfbyte.formats.spec import TensorFormat
 from halfbyte.method import Method
 from halfbyte.models.folding import Fold
 from halfbyte.models.layout import ModuleInfo
+from halfbyte.quantization.input_scales import input_scales
 from halfbyte.quantization.plan import Quantize
 from halfbyte.quantization.report import BlockReport, ModuleReport, fold_report
 from halfbyte.quantization.rounding_step import round_stack
@@ -32,10 +33,12 @@ FEWEST_TOKENS = 64
 
 @dataclass(frozen=True)
 class QuantizedBlock:
-    """quantized: by module. changed: other stored tensors that scales were folded into, as they are to be stored."""
+    """quantized: by module. changed: other stored tensors that scales were folded into, as they are to be stored.
+    input_scales: of modules with static inputs (see :func:`input_scales`)."""
 
     quantized: Mapping[str, QuantizedTensor]
     changed: Mapping[str, torch.Tensor]
+    input_scales: Mapping[str, torch.Tensor]
     report: BlockReport
 
 
@@ -74,6 +77,7 @@ def quantize_block(
     applied, spreads = scale_inputs(folds, tensors, formats, usable, statistics, targets)
     for name, tensor in tensors.stored.items():
         block.put_parameter(name, tensor)
+    static_scales = input_scales(steps, statistics)
 
     elsewhere = _largest_elsewhere(steps, formats, tensors)
     schemes = {step.module.name: step.scheme.name for step in steps}
@@ -108,6 +112,7 @@ def quantize_block(
     return QuantizedBlock(
         quantized,
         tensors.stored,
+        static_scales,
         BlockReport(
             block.name,
             tuple(reports[name] for name in formats),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoint import qserve_config
+from halfbyte.checkpoint import qserve_config, w4afp8_config
 from halfbyte.checkpoint.detect import detect
 from halfbyte.checkpoint.output_directory import refuse_to_replace_source
 from halfbyte.checkpoint.quantization_config import quantization_config
@@ -139,6 +139,8 @@ def output_config(plan: QuantizationPlan) -> dict[str, Any]:
     """config.json of what is written."""
     if plan.recipe.format == "qserve":
         return qserve_config.output_config(plan.checkpoint.config, plan.assignment.schemes)
+    if plan.recipe.format == "w4afp8":
+        return w4afp8_config.output_config(plan.checkpoint.config)
     return {
         **plan.checkpoint.config,
         "quantization_config": quantization_config(plan.assignment.schemes, plan.layout),

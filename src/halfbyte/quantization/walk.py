@@ -100,10 +100,13 @@ class Walk:
             self._until_written()
 
     def _watched(self, index: int) -> list[str]:
-        """Modules of a block whose methods need to know their inputs."""
+        """Modules of a block whose methods, or static scales, need to know their inputs."""
         methods = self._plan.assignment.methods
-        names = [step.module.name for step in quantize_steps(self._blocks.blocks[index])]
-        return [name for name in names if methods[name].needs_data]
+        return [
+            step.module.name
+            for step in quantize_steps(self._blocks.blocks[index])
+            if methods[step.module.name].needs_data or step.scheme.has_static_inputs
+        ]
 
     def _kept_report(self, index: int, steps: Sequence[Step]) -> BlockReport:
         kept = self._writer.kept_notes(first_entry(steps))
@@ -200,7 +203,8 @@ class Walk:
                 self._writer.write(step.tensor, content)
             else:
                 name = step.module.name
-                encoded = encode(name, step.scheme, result.quantized[name], dtype, self._plan.recipe.format)
+                form, input_scale = self._plan.recipe.format, result.input_scales.get(name)
+                encoded = encode(name, step.scheme, result.quantized[name], dtype, form, input_scale)
                 for tensor, stored in encoded.items():
                     self._writer.write(tensor, stored)
 

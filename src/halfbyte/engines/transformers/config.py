@@ -11,6 +11,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig, Quan
 COMPRESSED_TENSORS = "compressed-tensors"
 HALFBYTE = "halfbyte"
 QSERVE = "qoq"
+W4AFP8 = "w4afp8"
 
 
 class StoredConfig(QuantizationConfigMixin):

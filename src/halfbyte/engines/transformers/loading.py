@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from halfbyte.checkpoint import qserve_config
+from halfbyte.checkpoint import qserve_config, w4afp8_config
 from halfbyte.checkpoint.detect import detect
 from halfbyte.checkpoint.quantization_config import find_config
 from halfbyte.checkpoint.reader import Checkpoint
@@ -19,6 +19,8 @@ from halfbyte.engines.transformers.registration import registered
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.registry import forced_kernel
 from halfbyte.layers.linear import QuantLinear
+
+_UNDECLARED = (qserve_config.UNDECLARED, w4afp8_config.UNDECLARED)
 
 
 def load(
@@ -40,8 +42,8 @@ def load(
     """
     place = device_named(device)
     checkpoint = Checkpoint.open(path)
-    if find_config(checkpoint.config) is None and detect(checkpoint).format == qserve_config.UNDECLARED:
-        raise HalfbyteError(f"{checkpoint.path}: {detect(checkpoint).why}")
+    if find_config(checkpoint.config) is None and (found := detect(checkpoint)).format in _UNDECLARED:
+        raise HalfbyteError(f"{checkpoint.path}: {found.why}")
     tokenizer = _tokenizer(checkpoint.path)
     with forced_kernel(kernel), registered(), placed_on(place):
         try:

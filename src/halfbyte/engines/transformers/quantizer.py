@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightTransform
+from transformers.core_model_loading import WeightRenaming, WeightTransform
 from transformers.quantizers.base import HfQuantizer
 
 from halfbyte.checkpoint.quantization_config import parse_config
@@ -49,6 +49,7 @@ class HalfbyteQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self._declared = parse_config(quantization_config.to_dict())
         self._spared: set[str] = set()
+        self._moved: dict[str, str] = {}
         self._dtypes: dict[str, torch.dtype] = {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -72,12 +73,13 @@ class HalfbyteQuantizer(HfQuantizer):
             self._hand_over(model, reason, checkpoint_files=checkpoint_files, **kwargs)
             return
         self._spared = found.renamed
+        self._moved = found.moved
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     def update_weight_conversions(
         self, weight_conversions: Sequence[WeightTransform], *args: Any
     ) -> list[WeightTransform]:
-        return spare(weight_conversions, self._spared)
+        return [*_renamings(self._moved), *spare(weight_conversions, self._spared)]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         _settle_dtypes(model, self._dtypes)
@@ -93,6 +95,12 @@ class HalfbyteQuantizer(HfQuantizer):
         stock.validate_environment()
         self.__dict__, self.__class__ = stock.__dict__, type(stock)
         self._process_model_before_weight_loading(model, **kwargs)
+
+
+def _renamings(moved: Mapping[str, str]) -> list[WeightTransform]:
+    """From the names that tensors have in the files to those that they have here, by the last two parts of both."""
+    ends = {tuple(".".join(name.split(".")[-2:]) for name in names) for names in moved.items()}
+    return [WeightRenaming(stored, name) for stored, name in sorted(ends)]
 
 
 def _settle_dtypes(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:

@@ -13,11 +13,15 @@ from halfbyte.engines.transformers.config import (
     COMPRESSED_TENSORS,
     HALFBYTE,
     QSERVE,
+    W4AFP8,
     StoredCompressedTensorsConfig,
     StoredConfig,
 )
 
-_CONFIGS = {COMPRESSED_TENSORS: StoredCompressedTensorsConfig, HALFBYTE: StoredConfig, QSERVE: StoredConfig}
+_CONFIGS = {
+    COMPRESSED_TENSORS: StoredCompressedTensorsConfig,
+    **dict.fromkeys((HALFBYTE, QSERVE, W4AFP8), StoredConfig),
+}
 
 
 def make_quantizer(config: Any, **kwargs: Any) -> HfQuantizer:

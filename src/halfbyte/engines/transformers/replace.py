@@ -91,8 +91,7 @@ def _quant_linear(
     if all(reasons.values()):
         why = "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
         raise UnsupportedError(f"{stored.stored_name}: no kernel can run it; {why}")
-    activations = stored.scheme.activations
-    if activations is not None and not activations.dynamic and INPUT_SCALE not in stored.tensors:
+    if stored.scheme.has_static_inputs and INPUT_SCALE not in stored.tensors:
         raise HalfbyteError(
             f"{stored.stored_name}: its inputs have a static scale, but {INPUT_SCALE} is missing"
         )

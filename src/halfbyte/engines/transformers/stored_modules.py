@@ -14,10 +14,12 @@ from transformers.core_model_loading import WeightRenaming
 
 from halfbyte.checkpoint.headers import TensorInfo, read_header
 from halfbyte.checkpoint.stored_quantization import StoredQuantization
+from halfbyte.checkpoint.w4afp8_config import moved_input_scales
 from halfbyte.errors import HalfbyteError
 from halfbyte.models.layout import Role
 from halfbyte.schemes import FormName, Scheme
 
+_CODES = ("I8", "F8_E4M3", "F8_E5M2")
 _EXPERT = re.compile(r"(?P<parent>.*experts)\.(?P<index>\d+)\.(?P<projection>[^.]+)$")
 
 
@@ -59,11 +61,13 @@ class StoredModules:
     """linears: modules that are quantized and exist in the model. experts: those of fused experts, all of each.
 
     renamed: tensor names of ``experts`` as transformers' loader sees them after its own renaming.
+    moved: names in the files of input scales that belong to a module of another name, and what they are called here.
     """
 
     linears: list[StoredModule] = field(default_factory=list)
     experts: dict[ExpertAddress, StoredModule] = field(default_factory=dict)
     renamed: set[str] = field(default_factory=set)
+    moved: dict[str, str] = field(default_factory=dict)
 
     def add_expert(self, address: ExpertAddress, stored: StoredModule, renamed: Sequence[str]) -> None:
         self.experts[address] = stored
@@ -91,6 +95,9 @@ def find_stored_modules(
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     modules = dict(model.named_modules())
     found = StoredModules()
+    if declared.form == "w4afp8":
+        found.moved = moved_input_scales(tensors.keys())
+        tensors = {found.moved.get(name, name): info for name, info in tensors.items()}
     plain_experts: list[tuple[ExpertAddress, StoredModule, list[str]]] = []
     for stored_name, parts in _by_module(tensors).items():
         renamed = [_rename(f"{stored_name}.{part}", renamings) for part in parts]
@@ -112,11 +119,24 @@ def find_stored_modules(
             raise UnsupportedError(
                 f"{stored_name} is stored quantized, but {type(model).__name__} has no such module"
             )
+    if declared.form == "w4afp8":
+        _refuse_plain(plain_experts)
     parents = {address.parent for address in found.experts}
     for address, stored, renamed in plain_experts:
         if address.parent in parents:
             found.add_expert(address, stored, renamed)
     return found
+
+
+def _refuse_plain(experts: Sequence[tuple[ExpertAddress, StoredModule, list[str]]]) -> None:
+    """Errors: an expert that is not quantized, in a form whose experts all are."""
+    for _, stored, _ in experts:
+        info = stored.tensors["weight"]
+        rows, columns = info.shape if len(info.shape) == 2 else (info.shape[0], 0)
+        raise HalfbyteError(
+            f"{info.name}: is {info.dtype} {list(info.shape)}; accepted in experts of w4afp8: I8 "
+            f"{[rows, columns // 2]} with weight_scale_inv and input_scale"
+        )
 
 
 def _by_module(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
@@ -133,7 +153,10 @@ def _scheme(
     stored_name: str, name: str, parts: Mapping[str, TensorInfo], declared: StoredQuantization
 ) -> Scheme | None:
     """The scheme of a stored weight, none if it is not quantized."""
-    packed, scaled = bool({"weight_packed", "qweight"} & parts.keys()), declared.scale_leaf in parts
+    scaled = declared.scale_leaf in parts
+    packed = bool({"weight_packed", "qweight"} & parts.keys())
+    # FP8 may be plain numbers, but not in a form that always has scales for them.
+    packed |= declared.form == "w4afp8" and "weight" in parts and parts["weight"].dtype in _CODES
     if packed and not scaled:
         raise HalfbyteError(f"{stored_name}: {declared.scale_leaf} is missing beside {', '.join(parts)}")
     if not packed and not (scaled and "weight" in parts):
