@@ -8,6 +8,7 @@ import typer
 
 from halfbyte.cli import bench_arguments as arguments
 from halfbyte.cli.bench_calibration import calibration
+from halfbyte.cli.bench_experts import experts
 from halfbyte.cli.bench_folder import Folder, working_folder
 from halfbyte.cli.bench_gpu import kernels, latency, tune
 from halfbyte.cli.bench_output import Json, Output, report, require_writable
@@ -20,6 +21,7 @@ bench = typer.Typer(
 )
 bench.command("kernels")(kernels)
 bench.command("tune")(tune)
+bench.command("experts")(experts)
 bench.command("latency")(latency)
 bench.command("quality")(quality)
 bench.command("calibration")(calibration)

@@ -14,7 +14,7 @@ import torch
 from halfbyte.bench.kernels.contender import MissingError
 from halfbyte.errors import HalfbyteError
 
-_VLLM_LIBRARIES = ("_C.*so", "_C_stable_libtorch.*so")
+_VLLM_LIBRARIES = ("_C.*so", "_C_stable_libtorch.*so", "_moe_C.*so", "_moe_C_stable_libtorch.*so")
 _SGLANG_LIBRARY = "sgl_kernel/sm90/common_ops.abi3.so"
 _DISTRIBUTIONS = ("vllm", "humming-kernels", "gemlite", "sglang-kernel")
 

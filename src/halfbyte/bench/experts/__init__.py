@@ -1,0 +1,1 @@
+"""Grouped products of a mixture's experts, timed side by side."""

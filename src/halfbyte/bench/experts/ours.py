@@ -1,0 +1,116 @@
+"""halfbyte's grouped kernels, and torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from halfbyte.bench.experts.contender import Contender, Loaded
+from halfbyte.bench.experts.operands import Routing, Stack
+from halfbyte.bench.kernels.contender import MissingError
+from halfbyte.formats.activations import quantize_activations
+from halfbyte.formats.spec import ActivationFormat, TensorFormat
+from halfbyte.kernels.hopper_experts import experts_of
+from halfbyte.kernels.problem import LinearProblem
+from halfbyte.kernels.registry import kernel_named
+from halfbyte.kernels.routes import tile_heights
+from halfbyte.schemes import PRESETS
+
+_FP8 = ActivationFormat("e4m3", "token")
+# Few tokens touch few experts, which are others each time: so many caches' worth of all experts is never seen twice.
+_CACHES = 12
+_MOST_COPIES = 4
+
+
+def contenders() -> list[Contender]:
+    ours = (
+        ("hopper-w4a8", "w4a8"),
+        ("hopper-w4a8-fp8-scales", "w4a8"),
+        ("hopper-w4a8-int8", "w4a8-int8"),
+        ("hopper-w4a16", "w4a16"),
+    )
+    return [
+        *(Contender(name, scheme, partial(_hopper, name, scheme)) for name, scheme in ours),
+        Contender("torch-fp8-rowwise", "fp8", _torch_fp8),
+        Contender("torch-bf16", "bf16", _torch_bf16),
+    ]
+
+
+def copies_of(tensors: Sequence[torch.Tensor | None], cache: int) -> list[tuple[torch.Tensor | None, ...]]:
+    """All experts' tensors, and copies of them to take turns with a cache of that many bytes."""
+    nbytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    count = max(2, min(_MOST_COPIES, -(-_CACHES * cache // nbytes)))
+    first = tuple(tensors)
+    return [first, *(tuple(None if t is None else t.clone() for t in first) for _ in range(count - 1))]
+
+
+def cache_of(stack: Stack) -> int:
+    """Bytes of the GPU's second-level cache."""
+    return int(torch.cuda.get_device_properties(stack.device).L2_cache_size)
+
+
+def _hopper(name: str, scheme_name: str, stack: Stack) -> Loaded:
+    from halfbyte.kernels.hopper.routes import expert_routes
+
+    kernel, linear, preset = experts_of(name), kernel_named(name), PRESETS[scheme_name]
+    assert kernel is not None
+    fmt = preset.weights if preset.weights.scale == "int8" else preset.weights.with_scale("bf16")
+    scheme = replace(preset, weights=fmt)
+    problem = LinearProblem(scheme, *stack.shape, stack.device, torch.bfloat16)
+    able, reason = linear.can_implement(problem)
+    if not able:
+        raise MissingError(reason)
+    experts = stack.quantized(fmt)
+    prepared = kernel.stack([linear.prepare(q, problem) for q in experts])
+    names = tuple(prepared.stacked)
+    copies = copies_of(tuple(prepared.stacked.values()), cache_of(stack))
+
+    def feed(routing: Routing) -> Any:
+        tokens, top_k = routing.ids.shape
+        heights = tile_heights(tokens, top_k, routing.experts)
+        rows = kernel.rows(routing.rows, prepared)
+        return rows, expert_routes(routing.ids, routing.experts, heights), heights
+
+    def call(copy: Any, fed: Any, room: torch.Tensor) -> torch.Tensor:
+        rows, routes, heights = fed
+        of_copy = replace(prepared, stacked=dict(zip(names, copy, strict=True)))
+        return kernel.run(rows, of_copy, routes, heights)
+
+    nbytes = sum(tensor.nbytes for tensor in prepared.stacked.values())
+    return Loaded(experts, scheme.activations, copies, nbytes, feed, call)
+
+
+def _torch_fp8(stack: Stack) -> Loaded:
+    experts = stack.quantized(TensorFormat("e4m3", "channel", scale="f32"))
+    codes = torch.stack([q.codes for q in experts])
+    scales = torch.stack([q.scales.flatten() for q in experts])
+
+    def feed(routing: Routing) -> Any:
+        inputs, of_tokens = quantize_activations(routing.rows, _FP8)
+        return inputs, of_tokens.flatten(), routing.counts.cumsum(0).to(torch.int32)
+
+    def call(copy: Any, fed: Any, room: torch.Tensor) -> torch.Tensor:
+        inputs, of_tokens, ends = fed
+        return torch._scaled_grouped_mm(
+            inputs, copy[0].transpose(-2, -1), of_tokens, scales, offs=ends, out_dtype=torch.bfloat16
+        )
+
+    return Loaded(experts, _FP8, copies_of((codes,), cache_of(stack)), codes.nbytes, feed, call)
+
+
+def _torch_bf16(stack: Stack) -> Loaded:
+    experts = stack.plain()
+    weights = torch.stack(experts)
+
+    def feed(routing: Routing) -> Any:
+        return routing.rows, routing.counts.cumsum(0).to(torch.int32)
+
+    def call(copy: Any, fed: Any, room: torch.Tensor) -> torch.Tensor:
+        rows, ends = fed
+        return torch._grouped_mm(rows, copy[0].transpose(-2, -1), offs=ends)
+
+    return Loaded(experts, None, copies_of((weights,), cache_of(stack)), weights.nbytes, feed, call)
