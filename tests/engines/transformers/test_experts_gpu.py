@@ -1,0 +1,43 @@
+"""Mixtures through the whole engine on a Hopper GPU: experts at once, as experts one by one and as on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfbyte
+from halfbyte.engines.transformers.loading import load
+from halfbyte.layers.experts import QuantExperts
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.gpu
+
+WIDTHS = {
+    "mixtral": {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256},
+    "qwen3_moe": {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 256},
+    "olmoe": {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["w4a8", "w4a16", "w4a8-int8"])
+@pytest.mark.parametrize("family", WIDTHS)
+def test_a_mixture_says_the_same(family: str, scheme: str, tmp_path: Path) -> None:
+    source = tiny_model(family, tmp_path, **WIDTHS[family])
+    halfbyte.quantize(source, tmp_path / "out", scheme)
+    model, _ = load(tmp_path / "out", device="cuda")
+    ids = torch.randint(0, 90, (3, 40), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    at_once = model(input_ids=ids).logits.double()
+    mixtures = [module for module in model.modules() if isinstance(module, QuantExperts)]
+    assert mixtures
+    assert all("halfbyte_grouped" in mixture._modules for mixture in mixtures)
+    for mixture in mixtures:
+        mixture._grouped = lambda x: None  # type: ignore[method-assign]
+    one_by_one = model(input_ids=ids).logits.double()
+    assert (at_once - one_by_one).norm() < 0.02 * one_by_one.norm()
+    for mixture in mixtures:
+        del mixture._grouped
+    answer = model.generate(ids[:1, :8], max_new_tokens=12, do_sample=False)
+    assert answer.shape == (1, 20)
