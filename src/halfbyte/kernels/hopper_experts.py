@@ -11,6 +11,7 @@ import torch
 
 from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.kernels.fused import gated, gated_quantize, quantize, routed_inputs, routed_rows
+from halfbyte.kernels.hopper_fp8 import HopperFp8
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A8Fp32Scales, HopperW4A8Fp32Sums, HopperW4A16
 from halfbyte.kernels.hopper_int8 import HopperW4A8Int8
@@ -166,6 +167,34 @@ class _W4A8Fp8Scales(HopperExperts[HopperW4A8Fp8Scales]):
         )
 
 
+class _Fp8(HopperExperts[HopperFp8]):
+    def __init__(self) -> None:
+        super().__init__(HopperFp8(), "channels")
+
+    def run(
+        self,
+        rows: Rows,
+        prepared: PreparedExperts,
+        routes: Routes,
+        heights: Sequence[int],
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        from halfbyte.kernels.hopper.w8a8 import w8a8_experts
+
+        stacked = prepared.stacked
+        return w8a8_experts(
+            rows[0],
+            rows[1],
+            stacked["weight"],
+            stacked["channels"],
+            bias,
+            routes.runs,
+            routes.tiles,
+            list(heights),
+            prepared.problem.dtype,
+        )
+
+
 class _W4A8Int8(HopperExperts[HopperW4A8Int8]):
     def __init__(self) -> None:
         super().__init__(HopperW4A8Int8(), "channels", "zeros")
@@ -246,6 +275,7 @@ EXPERTS: tuple[HopperExperts, ...] = (
     _W4A8Fp8Scales(),
     _W4A16(),
     _W4A8Int8(),
+    _Fp8(),
 )
 
 

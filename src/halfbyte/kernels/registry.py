@@ -12,6 +12,7 @@ from halfbyte.kernels.cpu_int4 import CpuInt4
 from halfbyte.kernels.cpu_int8 import CpuInt8
 from halfbyte.kernels.dequantize import Dequantize
 from halfbyte.kernels.dequantize_fp8_scales import DequantizeFp8Scales
+from halfbyte.kernels.hopper_fp8 import HopperFp8
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
 from halfbyte.kernels.hopper_int4 import HopperW4A8, HopperW4A8Fp32Sums, HopperW4A16
 from halfbyte.kernels.hopper_int8 import HopperW4A8Int8
@@ -33,6 +34,7 @@ KERNELS: tuple[Kernel, ...] = (
     HopperW4A8Int8(),
     ScaledMM(),
     ScaledMMBlocks(),
+    HopperFp8(),
     TritonW4A8(),
     TritonW4A16(),
     TritonFp8(),

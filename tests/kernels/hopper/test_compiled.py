@@ -28,6 +28,9 @@ from halfbyte.kernels.hopper import (
     w4a8_int8_config,
     w4a16,
     w4a16_config,
+    w8a8,
+    w8a8_codes,
+    w8a8_config,
 )
 from halfbyte.kernels.hopper.blocks import BlockFormat
 from halfbyte.kernels.hopper.compiler import Source, compile_source
@@ -43,6 +46,7 @@ TABLES: dict[str, Table[Any]] = {
     "w4a16 rounded": w4a16_config.ROUNDED,
     "w4a8 with fp8 scales": w4a8_fp8_scales_config.TABLE,
     "w4a8 on int8": w4a8_int8_config.TABLE,
+    "fp8": w8a8_config.TABLE,
 }
 W4A8 = list(dict.fromkeys([*w4a8_config.FP16.configurations(), *w4a8_config.FP32.configurations()]))
 W4A16 = list(dict.fromkeys([*w4a16_config.EXACT.configurations(), *w4a16_config.ROUNDED.configurations()]))
@@ -102,6 +106,8 @@ def grouped_sources() -> Iterator[tuple[str, Source]]:
     fmt = w4a8_fp8_scales_codes.FORMAT
     for scales_config in w4a8_fp8_scales_config.EXPERTS.configurations():
         yield "fp8 scales", w4a8_fp8_scales.w4a8_fp8_scales_source(of_experts(scales_config, fmt), BF16)
+    for fp8_config in w8a8_config.TABLE.configurations():
+        yield "fp8", w8a8.w8a8_source(of_experts(fp8_config, w8a8_codes.FORMAT), BF16)
     for group in (128, None):
         fmt = w4a8_int8_codes.block_format(group)
         for int8_config in w4a8_int8_config.EXPERTS.configurations():
@@ -167,6 +173,8 @@ def formats(name: str) -> list[BlockFormat]:
     """All that the table is for."""
     if name == "w4a8 with fp8 scales":
         return [w4a8_fp8_scales_codes.FORMAT]
+    if name == "fp8":
+        return [w8a8_codes.FORMAT]
     if name == "w4a8 on int8":
         return [w4a8_int8_codes.block_format(group) for group in (32, 64, 128, None)]
     if name.startswith("w4a8"):

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from halfbyte.errors import HalfbyteError
+from halfbyte.formats.activations import quantize_activations
 from halfbyte.formats.quantize import quantize
 from halfbyte.kernels.hopper.routes import expert_routes
 from halfbyte.kernels.hopper_experts import HopperExperts, PreparedExperts, experts_of
 from halfbyte.kernels.problem import LinearProblem, Prepared
+from halfbyte.kernels.reference import exact_weight
 from halfbyte.kernels.registry import kernel_named
 from halfbyte.kernels.routes import HEIGHTS, Routes, first_runs, route, tile_heights
 from halfbyte.schemes import PRESETS
@@ -31,6 +33,7 @@ KERNELS = {
     "hopper-w4a8-fp8-scales": W4A8,
     "hopper-w4a16": W4A16,
     "hopper-w4a8-int8": PRESETS["w4a8-int8"],
+    "hopper-fp8": replace(PRESETS["fp8"], weights=PRESETS["fp8"].weights.with_scale("f32")),
 }
 
 
@@ -54,7 +57,8 @@ class Case:
     @cached_property
     def layers(self) -> list[Prepared]:
         preset = KERNELS[self.name]
-        scheme = replace(preset, weights=preset.weights.with_group_size(self.group))
+        grouped = preset.weights.granularity == "group"
+        scheme = replace(preset, weights=preset.weights.with_group_size(self.group)) if grouped else preset
         problem = LinearProblem(scheme, self.n, self.k, GPU, self.dtype)
         generator = torch.Generator(GPU).manual_seed(self.n + self.k)
         weights = [torch.randn(self.n, self.k, device=GPU, generator=generator) for _ in range(self.experts)]
@@ -113,6 +117,25 @@ def drawn(tokens: int, top_k: int, experts: int, skew: float = 0.0) -> torch.Ten
 def test_every_height(name: str, heights: list[int]) -> None:
     for tokens in (1, 5, 40, 333):
         case(name).check(drawn(tokens, 2, 6, skew=1.0), heights)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_rows_are_what_float64_says(name: str) -> None:
+    """Codes of inputs and weights times their scales; FP8 group scales and sums in fp16 cost digits of their own."""
+    of_kernel = case(name)
+    routes = expert_routes(drawn(90, 2, 6).to(GPU), 6, [32])
+    x = torch.randn(180, 768, device=GPU, dtype=BF16)
+    out = of_kernel.run(x, routes, [32]).double()
+    activations = KERNELS[name].activations
+    inputs = x.double()
+    if activations is not None:
+        codes, scales = quantize_activations(x, activations)
+        inputs = codes.double() * scales.double()
+    for expert, layer in enumerate(of_kernel.layers):
+        rows = slice(*routes.offsets[expert : expert + 2].tolist())
+        wanted = inputs[rows] @ exact_weight(kernel_named(name).restore(layer)).T
+        allowed = 0.06 if name == "hopper-w4a8-fp8-scales" else 3e-3
+        assert (out[rows] - wanted).norm() <= allowed * wanted.norm()
 
 
 @pytest.mark.parametrize("name", KERNELS)

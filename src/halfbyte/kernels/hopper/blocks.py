@@ -4,7 +4,8 @@ The weight ``[N, K]`` is cut into blocks of 64 output features x 128 inputs, blo
 padded with zero codes. A block holds, one after the other,
 
 - 4,096 bytes of codes in the order of the matrix instruction's register fragment (``w4a8_codes``, ``w4a16_codes``,
-  ``w4a8_fp8_scales_codes``): thread t of a warpgroup reads bytes 16 t to 16 t + 15 of each half;
+  ``w4a8_fp8_scales_codes``): thread t of a warpgroup reads bytes 16 t to 16 t + 15 of each half; or 8,192 of 8 bits
+  (``w8a8_codes``);
 - the groups' scales: ``[128 / group][64]`` numbers of one, two or four bytes;
 - with zero points, ``[128 / group][64]`` numbers of two bytes, in the form that the kernel takes off.
 """
@@ -23,11 +24,15 @@ CODE_BYTES = ROWS * INPUTS // 2
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """What a block holds. group_size: 32, 64 or 128. scale, zeros: dtypes of scales and zero points, if any."""
+    """What a block holds. group_size: 32, 64 or 128. scale, zeros: dtypes of scales and zero points, if any.
+
+    code_bytes: of all codes.
+    """
 
     group_size: int
     scale: torch.dtype | None
     zeros: torch.dtype | None = None
+    code_bytes: int = CODE_BYTES
 
     @property
     def groups(self) -> int:
@@ -46,7 +51,7 @@ class BlockFormat:
 
     @property
     def nbytes(self) -> int:
-        return CODE_BYTES + self.kept_bytes
+        return self.code_bytes + self.kept_bytes
 
 
 def pack_blocks(
@@ -75,7 +80,7 @@ def unpack_blocks(
     """The inverse of :func:`pack_blocks`, bit for bit: codes int8, scales or none, zeros or none."""
     n, groups = shape[0], -(-shape[1] // fmt.group_size)
     scale_bytes = ROWS * fmt.groups * fmt.scale_bytes
-    codes, scales, zeros = packed.split([CODE_BYTES, scale_bytes, fmt.kept_bytes - scale_bytes], dim=-1)
+    codes, scales, zeros = packed.split([fmt.code_bytes, scale_bytes, fmt.kept_bytes - scale_bytes], dim=-1)
 
     def groups_of(part: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor | None:
         return _unpack_groups(part, dtype)[:n, :groups].contiguous() if dtype else None

@@ -168,6 +168,7 @@ class TileConfig(ABC):
             "SENT_BYTES": self.sent_bytes,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "GROUP_SIZE": fmt.group_size,
+            "CODE_BYTES": fmt.code_bytes,
             "SCALE_BYTES": fmt.scale_bytes,
             "Total": "float",
             "ZERO_POINTS": int(fmt.zeros is not None),

@@ -5,7 +5,7 @@
 // divide K and add up in each other's shared memory. With GROUPED there are several weights, each for tokens of its own.
 //
 // The including file defines TOKENS, TILE_ROWS, SPLIT, SHARE, STAGES, STAGE_BLOCKS, STREAM, GROUPED, BLOCKS_PER_SM,
-// GROUP_SIZE, SCALE_BYTES, ZERO_POINTS, COLUMNS, SENT_BYTES, SHARED_BYTES, Total (float or int: what a tile's blocks add
+// GROUP_SIZE, CODE_BYTES, SCALE_BYTES, ZERO_POINTS, COLUMNS, SENT_BYTES, SHARED_BYTES, Total (float or int: what a tile's blocks add
 // up), Out.
 #pragma once
 #include "hopper.cuh"
@@ -21,7 +21,7 @@ static_assert(!STREAM || !GROUPED, "several weights make enough tiles");
 constexpr int GROUPS = 128 / GROUP_SIZE;  // in one stage
 constexpr int SCALES_BYTES = 64 * GROUPS * SCALE_BYTES;
 constexpr int ZEROS_BYTES = ZERO_POINTS ? 64 * GROUPS * 2 : 0;
-constexpr int BLOCK_BYTES = 4096 + SCALES_BYTES + ZEROS_BYTES;  // 64 features x 128 inputs: blocks.py
+constexpr int BLOCK_BYTES = CODE_BYTES + SCALES_BYTES + ZEROS_BYTES;  // 64 features x 128 inputs: blocks.py
 
 // A warpgroup may take its tokens in parts, so that one part's products run while the one before is promoted.
 constexpr int PARTS = TOKENS / COLUMNS;
