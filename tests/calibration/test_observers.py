@@ -214,7 +214,8 @@ def test_chosen_modules_alone_are_observed(tmp_path: Path) -> None:
     everything = by_name(observed(path))
     (group,) = observed(path, [name]).groups
     assert group.names == (name,)
-    assert torch.equal(group.statistics.moment, everything[name].moment)
+    # Alone and among others it may be multiplied in another order: some processors' libraries do that.
+    torch.testing.assert_close(group.statistics.moment, everything[name].moment, rtol=1e-5, atol=1e-6)
 
 
 def test_hooks_leave_the_output_alone_and_go(tmp_path: Path) -> None:
