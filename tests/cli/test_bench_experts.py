@@ -30,7 +30,7 @@ ROW = {
     ("arguments", "said"),
     [
         (("--models", "gpt-5"), "'gpt-5'; accepted: qwen3-30b-a3b, mixtral-8x7b, deepseek-v3"),
-        (("--gemms", "side"), "'side'; accepted: gate-up, down"),
+        (("--gemms", "side"), "'side'; accepted: gate-up, down, block"),
         (("--routing", "fair"), "'fair'; accepted: uniform, zipf"),
         (("--tokens", "0"), "--tokens '0'"),
         (("--tokens", "1,,2"), "--tokens"),

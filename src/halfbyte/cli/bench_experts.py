@@ -23,7 +23,9 @@ _WIDE = 1000
 
 def experts(
     models: Annotated[str | None, typer.Option(help="Comma-separated mixtures; all by default.")] = None,
-    gemms: Annotated[str, typer.Option(help="Comma-separated products of an expert.")] = "gate-up,down",
+    gemms: Annotated[
+        str, typer.Option(help="Comma-separated: gate-up, down, block (all of it).")
+    ] = "gate-up,down",
     tokens: Annotated[
         str, typer.Option(help="Comma-separated numbers of tokens.")
     ] = "1,4,16,64,256,1024,4096",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +11,50 @@ from torch import nn
 
 from halfbyte.kernels.fused import combined
 from halfbyte.kernels.hopper_experts import HopperExperts, PreparedExperts, experts_of
-from halfbyte.kernels.routes import Routes, tile_heights
+from halfbyte.kernels.problem import LinearProblem
+from halfbyte.kernels.routes import tile_heights
 from halfbyte.layers.expert_gate import ExpertGate
 from halfbyte.layers.linear import QuantLinear
 from halfbyte.layers.merged import MergedLinear, cannot_merge
+
+
+@dataclass(frozen=True)
+class Products:
+    """Both products of all experts, and what lies between them. kernels: the grouped form of each. biases: ``[experts,
+    out]`` in the order of the kernels' output features: all of the gate, all of what it gates.
+    """
+
+    first_kernel: HopperExperts
+    first: PreparedExperts
+    last_kernel: HopperExperts
+    last: PreparedExperts
+    gate: ExpertGate
+    first_bias: torch.Tensor | None = None
+    last_bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """``[T, hidden]`` through the experts ``ids [T, k]``, whose outputs times ``shares [T, k]`` are summed in fp32.
+
+        A number that is no expert adds nothing, nor does an expert that a token has had before. No synchronisation, the
+        same bits every time.
+        """
+        from halfbyte.kernels.hopper.routes import expert_routes
+
+        (tokens, top_k), experts = ids.shape, len(self.first.experts)
+        heights = tile_heights(tokens, top_k, experts)
+        routes = expert_routes(ids.contiguous(), experts, heights)
+        rows = self.first_kernel.route(x, self.first, routes)
+        inner = self.first_kernel.run(rows, self.first, routes, heights, self.first_bias)
+        outer = self.last_kernel.run(self._gated(inner), self.last, routes, heights, self.last_bias)
+        return combined(outer, routes, shares)
+
+    def _gated(self, inner: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self.gate.activation is not None:
+            of_gate, up = inner.chunk(2, -1)
+            return self.last_kernel.gated_rows(of_gate, up, self.gate.activation, self.last)
+        if self.gate.interleaved:
+            inner = torch.stack(inner.chunk(2, -1), -1).flatten(-2)
+        return self.last_kernel.rows(self.gate.combine(inner), self.last)
 
 
 class GroupedExperts(nn.Module):
@@ -30,61 +71,15 @@ class GroupedExperts(nn.Module):
         device for one dtype, and :func:`cannot_group` has nothing against them.
         """
         super().__init__()
-        self._gate = gate
         merged = [MergedLinear(parts, _name(parts)) if len(parts) > 1 else parts[0] for parts in firsts]
         # Here they are only kept for what they lend; a single projection is a module of its expert already.
         self._merged = nn.ModuleList(layer for layer in merged if isinstance(layer, MergedLinear))
-        self._first_kernel, self._first = _stack(merged)
-        self._last_kernel, self._last = _stack(lasts)
-        self._first_bias, self._last_bias = self._biases()
-
-    @property
-    def device(self) -> torch.device:
-        return self._first.problem.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of tokens and results."""
-        return self._first.problem.dtype
+        first, last = _stack(merged), _stack(lasts)
+        self.products = Products(*first, *last, gate, *_biases(gate, first[1].problem))
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """``[T, hidden]`` through the experts ``ids [T, k]``, whose outputs times ``shares [T, k]`` are summed in fp32.
-
-        A number that is no expert adds nothing, nor does an expert that a token has had before. No synchronisation, the
-        same bits every time.
-        """
-        tokens, top_k = ids.shape
-        heights = tile_heights(tokens, top_k, len(self._first.experts))
-        routes = self._routes(ids, heights)
-        rows = self._first_kernel.route(x, self._first, routes)
-        inner = self._first_kernel.run(rows, self._first, routes, heights, self._first_bias)
-        rows = self._gated(inner)
-        outer = self._last_kernel.run(rows, self._last, routes, heights, self._last_bias)
-        return combined(outer, routes, shares)
-
-    def _routes(self, ids: torch.Tensor, heights: Sequence[int]) -> Routes:
-        from halfbyte.kernels.hopper.routes import expert_routes
-
-        return expert_routes(ids.contiguous(), len(self._first.experts), heights)
-
-    def _gated(self, inner: torch.Tensor) -> Sequence[torch.Tensor]:
-        gate, kernel = self._gate, self._last_kernel
-        if gate.activation is not None:
-            of_gate, up = inner.chunk(2, -1)
-            return kernel.gated_rows(of_gate, up, gate.activation, self._last)
-        if gate.interleaved:
-            inner = torch.stack(inner.chunk(2, -1), -1).flatten(-2)
-        return kernel.rows(gate.combine(inner), self._last)
-
-    def _biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """In the order of the kernels' output features: all of the gate, all of what it gates."""
-        up, down = (
-            None if bias is None else bias.detach().to(self.device, self.dtype).contiguous()
-            for bias in (self._gate.up_bias, self._gate.down_bias)
-        )
-        if up is not None and self._gate.interleaved:
-            up = torch.cat([up[:, ::2], up[:, 1::2]], 1)
-        return up, down
+        """See :class:`Products`."""
+        return self.products(x, ids, shares)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         """Nothing: the experts save themselves."""
@@ -114,6 +109,16 @@ def _stack(layers: Sequence[QuantLinear]) -> tuple[HopperExperts, PreparedExpert
     for layer, prepared in zip(layers, stacked.experts, strict=True):
         layer.adopt(prepared)
     return kernel, stacked
+
+
+def _biases(gate: ExpertGate, problem: LinearProblem) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    up, down = (
+        None if bias is None else bias.detach().to(problem.device, problem.dtype).contiguous()
+        for bias in (gate.up_bias, gate.down_bias)
+    )
+    if up is not None and gate.interleaved:
+        up = torch.cat([up[:, ::2], up[:, 1::2]], 1)
+    return up, down
 
 
 def _name(parts: Sequence[QuantLinear]) -> str:

@@ -9,7 +9,9 @@ import torch
 
 from halfbyte.errors import HalfbyteError
 
-GEMMS = ("gate-up", "down")
+BLOCK = "block"
+"""In the place of a product: all of a mixture's experts, of halfbyte's kernels, beside their two products."""
+GEMMS = ("gate-up", "down", BLOCK)
 ROUTINGS = ("uniform", "zipf")
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 

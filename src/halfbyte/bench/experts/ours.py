@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from halfbyte.bench.experts.operands import Routing, Stack
 from halfbyte.bench.kernels.contender import MissingError
 from halfbyte.formats.activations import quantize_activations
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
-from halfbyte.kernels.hopper_experts import experts_of
+from halfbyte.kernels.hopper_experts import HopperExperts, PreparedExperts, experts_of
 from halfbyte.kernels.problem import LinearProblem
 from halfbyte.kernels.registry import kernel_named
 from halfbyte.kernels.routes import tile_heights
@@ -26,15 +26,19 @@ _CACHES = 12
 _MOST_COPIES = 4
 
 
+OURS = {
+    "hopper-w4a8": "w4a8",
+    "hopper-w4a8-fp8-scales": "w4a8",
+    "hopper-w4a8-int8": "w4a8-int8",
+    "hopper-w4a16": "w4a16",
+    "hopper-fp8": "fp8",
+}
+"""Kernels and the presets that they are timed with."""
+
+
 def contenders() -> list[Contender]:
-    ours = (
-        ("hopper-w4a8", "w4a8"),
-        ("hopper-w4a8-fp8-scales", "w4a8"),
-        ("hopper-w4a8-int8", "w4a8-int8"),
-        ("hopper-w4a16", "w4a16"),
-    )
     return [
-        *(Contender(name, scheme, partial(_hopper, name, scheme)) for name, scheme in ours),
+        *(Contender(name, scheme, partial(_product, name, scheme)) for name, scheme in OURS.items()),
         Contender("torch-fp8-rowwise", "fp8", _torch_fp8),
         Contender("torch-bf16", "bf16", _torch_bf16),
     ]
@@ -53,7 +57,21 @@ def cache_of(stack: Stack) -> int:
     return int(torch.cuda.get_device_properties(stack.device).L2_cache_size)
 
 
-def _hopper(name: str, scheme_name: str, stack: Stack) -> Loaded:
+def _product(name: str, scheme: str, stack: Stack) -> Loaded:
+    return hopper(name, scheme, stack)[0]
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """All experts' weights in the form of a grouped kernel. names: of the tensors that it reads."""
+
+    kernel: HopperExperts
+    prepared: PreparedExperts
+    names: tuple[str, ...]
+
+
+def hopper(name: str, scheme_name: str, stack: Stack) -> tuple[Loaded, Grouped]:
+    """halfbyte's kernel of that name, for experts of a preset. Errors: MissingError."""
     from halfbyte.kernels.hopper.routes import expert_routes
 
     kernel, linear, preset = experts_of(name), kernel_named(name), PRESETS[scheme_name]
@@ -81,7 +99,8 @@ def _hopper(name: str, scheme_name: str, stack: Stack) -> Loaded:
         return kernel.run(rows, of_copy, routes, heights)
 
     nbytes = sum(tensor.nbytes for tensor in prepared.stacked.values())
-    return Loaded(experts, scheme.activations, copies, nbytes, feed, call)
+    loaded = Loaded(experts, scheme.activations, copies, nbytes, feed, call)
+    return loaded, Grouped(kernel, prepared, names)
 
 
 def _torch_fp8(stack: Stack) -> Loaded:

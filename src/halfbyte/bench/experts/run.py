@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from halfbyte.bench.experts import ours, rivals
+from halfbyte.bench.experts.block import Block
 from halfbyte.bench.experts.contender import Contender, Loaded, relative_error
-from halfbyte.bench.experts.mixtures import GEMMS, MIXTURES, ROUTINGS, TOKENS, known
+from halfbyte.bench.experts.mixtures import BLOCK, GEMMS, MIXTURES, ROUTINGS, TOKENS, known
 from halfbyte.bench.experts.operands import Stack
 from halfbyte.bench.kernels.peers import Peers
 from halfbyte.bench.kernels.results import Results
 from halfbyte.bench.kernels.run import gpu
-from halfbyte.bench.kernels.timing import Replay
+from halfbyte.bench.kernels.timing import Call, Replay
 from halfbyte.errors import HalfbyteError
 from halfbyte.matching import matches
 
@@ -75,12 +76,58 @@ class Comparison:
         """Yields all there is so far after each product. What fails is noted, and the others go on."""
         for model in self._request.models:
             for gemm in self._request.gemms:
-                stack = Stack(MIXTURES[model], gemm, self._device)
+                stack = Stack(MIXTURES[model], "gate-up" if gemm == BLOCK else gemm, self._device)
                 for contender in self._contenders:
                     advance(0, f"{model} {gemm} {contender.name}")
-                    self._measure(contender, stack, {"model": model, "gemm": gemm})
+                    where = {"model": model, "gemm": gemm}
+                    if gemm != BLOCK:
+                        self._measure(contender, stack, where)
+                    elif contender.name in ours.OURS:
+                        self._measure_block(contender, stack, where)
                     advance(1)
                 yield self._results
+
+    def _measure_block(self, contender: Contender, stack: Stack, where: dict[str, Any]) -> None:
+        try:
+            block = Block.load(contender.name, contender.scheme, stack.mixture, self._device)
+        except Exception as error:
+            self._results.miss(contender.name, error, **where)
+            return
+        down = Stack(stack.mixture, "down", self._device)
+        for routing in self._request.routings:
+            for tokens in self._request.tokens:
+                here = {**where, "routing": routing, "tokens": tokens}
+                try:
+                    calls, check = block.calls(tokens, routing, stack)
+                    error_found = check()
+                    us = self._best(calls, tokens)
+                    of_products = [
+                        self._timed(loaded, of, routing, tokens)["us"]
+                        for loaded, of in ((block.gate_up, stack), (block.down, down))
+                    ]
+                except Exception as error:
+                    self._results.miss(contender.name, error, **here)
+                    torch.cuda.synchronize()
+                    continue
+                numbers = {
+                    "us": round(us, 3),
+                    "products_us": [round(product, 3) for product in of_products],
+                    "over_products": round(us / sum(of_products), 3),
+                    "rel_err": float(f"{error_found:.3g}"),
+                }
+                self._add(contender, stack, here, numbers)
+        torch.cuda.empty_cache()
+
+    def _best(self, calls: Sequence[Call], tokens: int) -> float:
+        """Microseconds."""
+        replay = Replay(calls, soak=tokens > _SOAKED_ABOVE_TOKENS)
+        return min(replay.one_pass() for _ in range(self._request.passes))
+
+    def _add(self, contender: Contender, stack: Stack, here: dict[str, Any], numbers: dict[str, Any]) -> None:
+        identity = {"kernel": contender.name, "op": "experts", "scheme": contender.scheme}
+        sizes = {"E": stack.mixture.experts, "top_k": stack.mixture.top_k}
+        shape = {"N": stack.shape[0], "K": stack.shape[1]}
+        self._results.rows.append({**identity, **here, **sizes, **shape, **numbers})
 
     def _measure(self, contender: Contender, stack: Stack, where: dict[str, Any]) -> None:
         try:
@@ -97,10 +144,7 @@ class Comparison:
                     self._results.miss(contender.name, error, **here)
                     torch.cuda.synchronize()  # a GPU that is lost ends the run here
                     continue
-                sizes = {"E": stack.mixture.experts, "top_k": stack.mixture.top_k}
-                shape = {"N": stack.shape[0], "K": stack.shape[1]}
-                identity = {"kernel": contender.name, "op": "experts", "scheme": contender.scheme}
-                self._results.rows.append({**identity, **here, **sizes, **shape, **numbers})
+                self._add(contender, stack, here, numbers)
         torch.cuda.empty_cache()
 
     def _timed(self, loaded: Loaded, stack: Stack, routing: str, tokens: int) -> dict[str, Any]:
