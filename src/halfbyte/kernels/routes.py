@@ -10,6 +10,7 @@ import torch
 LONGEST_RUN = 8
 """Tiles of one expert that are computed together, so that its weight is read once for them."""
 
+MOST_EXPERTS = 512
 HEIGHTS = (8, 16, 24, 32, 48, 64, 96, 128)
 """Of tiles, in tokens: for each the grouped kernels have configurations."""
 

@@ -12,7 +12,7 @@ from torch import nn
 from halfbyte.kernels.fused import combined
 from halfbyte.kernels.hopper_experts import HopperExperts, PreparedExperts, experts_of
 from halfbyte.kernels.problem import LinearProblem
-from halfbyte.kernels.routes import tile_heights
+from halfbyte.kernels.routes import MOST_EXPERTS, tile_heights
 from halfbyte.layers.expert_gate import ExpertGate
 from halfbyte.layers.linear import QuantLinear
 from halfbyte.layers.merged import MergedLinear, cannot_merge
@@ -86,7 +86,9 @@ class GroupedExperts(nn.Module):
 
 
 def cannot_group(firsts: Sequence[Sequence[QuantLinear]], lasts: Sequence[QuantLinear]) -> str:
-    """Why experts cannot run at once (empty if they can): kernels that take one weight, or differ."""
+    """Why experts cannot run at once (empty if they can): kernels that take one weight, or differ; too many."""
+    if len(lasts) > MOST_EXPERTS:
+        return f"there are {len(lasts)}; at most {MOST_EXPERTS} run at once"
     for parts in firsts:
         if len(parts) > 1 and (reason := cannot_merge(parts)):
             return reason
@@ -94,10 +96,10 @@ def cannot_group(firsts: Sequence[Sequence[QuantLinear]], lasts: Sequence[QuantL
         kernels = {layer.kernel for layer in layers}
         if len(kernels) > 1:
             return f"they run on {', '.join(sorted(map(str, kernels)))}"
-        if experts_of(str(layers[0].kernel)) is None:
-            return f"{layers[0].kernel} takes one weight"
         if any(layer.problem != layers[0].problem for layer in layers):
             return "their schemes or shapes differ"
+        if experts_of(str(layers[0].kernel)) is None:
+            return f"{layers[0].kernel} takes one weight"
     return ""
 
 

@@ -16,18 +16,14 @@ from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
 
-WIDTHS = {
-    "mixtral": {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256},
-    "qwen3_moe": {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 256},
-    "olmoe": {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256},
-}
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", ["w4a8", "w4a16", "w4a8-int8"])
-@pytest.mark.parametrize("family", WIDTHS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_mixture_says_the_same(family: str, scheme: str, tmp_path: Path) -> None:
-    source = tiny_model(family, tmp_path, **WIDTHS[family])
+    source = tiny_model(family, tmp_path)
     halfbyte.quantize(source, tmp_path / "out", scheme)
     model, _ = load(tmp_path / "out", device="cuda")
     ids = torch.randint(0, 90, (3, 40), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
@@ -43,7 +39,9 @@ def test_a_mixture_says_the_same(family: str, scheme: str, tmp_path: Path) -> No
         mixture._grouped = lambda x: None  # type: ignore[method-assign]
         one_by_one = mixture(*arguments).double()
         del mixture._grouped
-        assert (at_once.double() - one_by_one).norm() < 0.01 * one_by_one.norm()
+        # gpt-oss has biases, which one by one are added to rounded numbers: then other codes come out here and there.
+        allowed = 0.03 if family == "gpt_oss" else 0.01
+        assert (at_once.double() - one_by_one).norm() < allowed * one_by_one.norm()
     answer = model.generate(ids[:1, :8], max_new_tokens=12, min_new_tokens=12, do_sample=False)
     assert answer.shape == (1, 20)
 

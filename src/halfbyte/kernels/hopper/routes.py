@@ -14,9 +14,8 @@ from halfbyte.kernels.hopper.compiler import Source
 from halfbyte.kernels.hopper.config import up
 from halfbyte.kernels.hopper.driver import Launch, function, pointer
 from halfbyte.kernels.hopper.operands import require
-from halfbyte.kernels.routes import LONGEST_RUN, Routes, first_runs
+from halfbyte.kernels.routes import LONGEST_RUN, MOST_EXPERTS, Routes, first_runs
 
-MOST_EXPERTS = 512
 # A thread keeps so many ids at most; beyond that there are more threads, then more blocks.
 _MOST_STEPS = 4
 _BLOCKS = (1, 2, 4, 8)
