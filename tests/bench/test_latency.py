@@ -9,7 +9,7 @@ import torch
 
 from halfbyte.bench import latency
 from halfbyte.bench.latency import bench_latency
-from halfbyte.engines.transformers.latency import RandomLlama
+from halfbyte.engines.transformers.latency import RandomModel
 from halfbyte.engines.transformers.random_llama import LlamaShape
 from halfbyte.errors import HalfbyteError
 from halfbyte.schemes import resolve
@@ -17,8 +17,8 @@ from halfbyte.schemes import resolve
 SHAPE = LlamaShape(layers=2, hidden=128, intermediate=256, heads=4, kv_heads=2, vocabulary=300)
 
 
-def build(scheme: str) -> RandomLlama:
-    return RandomLlama(SHAPE, None if scheme == "bf16" else resolve(scheme), positions=24)
+def build(scheme: str) -> RandomModel:
+    return RandomModel(SHAPE, None if scheme == "bf16" else resolve(scheme), positions=24)
 
 
 @pytest.fixture(autouse=True)

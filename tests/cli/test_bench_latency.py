@@ -42,12 +42,18 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*arguments: object) -> None:
         pytest.fail("a model was made before all arguments were looked at")
 
-    monkeypatch.setattr(latency, "RandomLlama", never)
+    monkeypatch.setattr(latency, "RandomModel", never)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["halfbyte", "bench", "latency", *map(str, arguments)])
     app.app(standalone_mode=False)
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_model_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(HalfbyteError, match="--model 'gpt-5'; accepted: llama-3-8b, qwen3-30b-a3b"):
+        run(monkeypatch, "--model", "gpt-5", "--batches", "1")
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -92,14 +98,14 @@ def test_what_was_measured_before_an_error_is_in_the_record(
     class StoppedError(Exception):
         pass
 
-    class Once(latency.RandomLlama):
+    class Once(latency.RandomModel):
         def run(self, batch: int, prompt_tokens: int, new_tokens: int) -> latency.RandomRun:
             if batch > 1:
                 raise StoppedError
             return super().run(batch, prompt_tokens, new_tokens)
 
-    monkeypatch.setattr(random_llama, "LlamaShape", lambda layers: TINY)
-    monkeypatch.setattr(latency, "RandomLlama", Once)
+    monkeypatch.setattr(random_llama, "LlamaShape", lambda: TINY)
+    monkeypatch.setattr(latency, "RandomModel", Once)
     path = tmp_path / "new" / "latency.json"
     arguments = ("--schemes", "bf16", "--batches", "1,2", "--prompt-tokens", "4", "--new-tokens", "3")
     with pytest.raises(StoppedError):

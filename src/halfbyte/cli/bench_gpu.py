@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -140,7 +141,12 @@ def latency(
         str, typer.Option(help="Comma-separated schemes to compare; bf16: not quantized.")
     ] = "bf16,fp8,w4a8,w4a16",
     batches: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1,16,64,256",
-    layers: Annotated[int, typer.Option(help="Layers of the model.", min=1, max=1024)] = 32,
+    model: Annotated[
+        str, typer.Option(help="Shape of the model: llama-3-8b or qwen3-30b-a3b.")
+    ] = "llama-3-8b",
+    layers: Annotated[
+        int | None, typer.Option(help="Layers of the model; its own by default.", min=1, max=1024)
+    ] = None,
     prompt_tokens: Annotated[
         int, typer.Option(help="Tokens of each prompt.", min=1, max=arguments.MOST)
     ] = 512,
@@ -150,9 +156,9 @@ def latency(
     out: Output = None,
     json_output: Json = False,
 ) -> None:
-    """Time to first token and per token of an 8B-shaped Llama with random weights, through transformers.
+    """Time to first token and per token of a model of real shape with random weights, through transformers.
 
-    Decoding runs in CUDA graphs. The share of a step that its matrix products take is measured too.
+    Decoding runs in CUDA graphs. The share of a step that its matrix products (and whole experts) take is measured too.
 
     Example: halfbyte bench latency --batches 1,16 --schemes bf16,w4a8 -o latency.json
     """
@@ -163,18 +169,26 @@ def latency(
     from halfbyte.bench.kernels.results import name_gpu
     from halfbyte.bench.latency import bench_latency
     from halfbyte.bench.record import record
-    from halfbyte.engines.transformers.latency import RandomLlama
+    from halfbyte.engines.transformers.latency import RandomModel
     from halfbyte.engines.transformers.random_llama import LlamaShape
+    from halfbyte.engines.transformers.random_mixture import MixtureShape
 
+    shapes: dict[str, LlamaShape | MixtureShape] = {
+        "llama-3-8b": LlamaShape(),
+        "qwen3-30b-a3b": MixtureShape(),
+    }
+    if model not in shapes:
+        raise HalfbyteError(f"--model {model!r}; accepted: {', '.join(shapes)}")
+    shape = shapes[model] if layers is None else replace(shapes[model], layers=layers)
     by_name = {name: _random_scheme(name) for name in wanted}
 
-    def build(name: str) -> RandomLlama:
-        return RandomLlama(LlamaShape(layers=layers), by_name[name], prompt_tokens + new_tokens)
+    def build(name: str) -> RandomModel:
+        return RandomModel(shape, by_name[name], prompt_tokens + new_tokens)
 
     rows: list[dict[str, Any]] = []
     with console.progress("latency", len(wanted) * len(sizes), "measurements") as advance:
         for row in bench_latency(build, wanted, sizes, prompt_tokens, new_tokens):
-            rows.append(row)
+            rows.append({"model": model, **row})
             result = name_gpu(record(rows, command()))
             write_record(out, result)
             advance(1, row["scheme"])

@@ -63,6 +63,12 @@ class QuantExperts(nn.Module):
         for index, projections in enumerate(experts):
             self.add_module(str(index), nn.ModuleDict(dict(projections)))
 
+    @property
+    def kernel(self) -> str | None:
+        """Name of the kernel that runs the first expert's last projection; none before it is repacked, or if plain."""
+        last = self._projection(0, self._names.down)
+        return last.kernel if isinstance(last, QuantLinear) else None
+
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:

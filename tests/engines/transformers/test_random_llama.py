@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halfbyte.engines.transformers.latency import RandomLlama
+from halfbyte.engines.transformers.latency import RandomModel
 from halfbyte.engines.transformers.random_llama import LlamaShape, drawn_format, random_llama, random_weight
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.quantize import dequantize
@@ -67,7 +67,7 @@ def test_other_formats_are_refused(scheme: str) -> None:
 
 def test_the_linear_layers_alone_are_all_of_a_step_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    model = RandomLlama(SHAPE, resolve("w4a8"), 32)
+    model = RandomModel(SHAPE, resolve("w4a8"), 32)
     assert model.kernels == "cpu-int4"
     run = model.run(3, 8, 4)
     seen: list[tuple[str, tuple[int, ...]]] = []

@@ -14,6 +14,7 @@ from halfbyte.engines.transformers.llama_like import GATE_UP, QKV, is_llama_like
 from halfbyte.engines.transformers.one_kernel_norm import run_in_one_kernel
 from halfbyte.engines.transformers.untouched import Untouched
 from halfbyte.kernels.fused import DTYPES
+from halfbyte.layers.experts import QuantExperts
 from halfbyte.layers.linear import QuantLinear
 from halfbyte.layers.merged import MergedLinear, MergedPlain, cannot_merge
 
@@ -59,7 +60,16 @@ def _fuse_if_on_gpu(model: Any, inputs: object) -> None:
 
 
 def running_linears(model: PreTrainedModel) -> list[Any]:
-    """The linear layers that a call of the model runs: merged ones, and none of those that they stand for."""
+    """The linear layers that a call of the model runs: merged ones, and none of those that they stand for.
+
+    Those of experts are not among them.
+    """
+    of_experts = {
+        module
+        for experts in model.modules()
+        if isinstance(experts, QuantExperts)
+        for module in experts.modules()
+    }
     merged = {
         parent.get_submodule(name)
         for layer in model.modules()
@@ -68,7 +78,8 @@ def running_linears(model: PreTrainedModel) -> list[Any]:
         for name in names
     }
     kinds = (QuantLinear, MergedPlain, nn.Linear)
-    return [module for module in model.modules() if isinstance(module, kinds) and module not in merged]
+    left_out = merged | of_experts
+    return [module for module in model.modules() if isinstance(module, kinds) and module not in left_out]
 
 
 def _groups(layer: nn.Module) -> list[tuple[Any, tuple[str, ...]]]:

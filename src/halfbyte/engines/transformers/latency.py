@@ -8,34 +8,41 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from halfbyte.engines.transformers.cuda_graphs import captured
 from halfbyte.engines.transformers.fusion import fuse, running_linears
 from halfbyte.engines.transformers.random_llama import LlamaShape, random_llama
+from halfbyte.engines.transformers.random_mixture import MixtureShape, random_mixture
 from halfbyte.engines.transformers.session import session
+from halfbyte.layers.experts import QuantExperts
 from halfbyte.layers.linear import QuantLinear
 from halfbyte.schemes import Scheme
 
 
-class RandomLlama:
+class RandomModel:
     """A model to be timed, on the GPU if there is one."""
 
     engine = "transformers"
 
-    def __init__(self, shape: LlamaShape, scheme: Scheme | None, positions: int) -> None:
+    def __init__(self, shape: LlamaShape | MixtureShape, scheme: Scheme | None, positions: int) -> None:
         self.device = (
             torch.device("cuda", torch.cuda.current_device())
             if torch.cuda.is_available()
             else torch.device("cpu")
         )
-        self._model = random_llama(shape, scheme, positions, self.device)
+        if isinstance(shape, MixtureShape):
+            self._model = random_mixture(shape, scheme, positions, self.device)
+        else:
+            self._model = random_llama(shape, scheme, positions, self.device)
         fuse(self._model)
 
     @property
     def kernels(self) -> str:
         """What the quantized layers run on, with the number of layers where there are several kernels."""
+        running = (*running_linears(self._model), *_mixtures(self._model))
         counts = Counter(
-            str(layer.kernel) for layer in running_linears(self._model) if isinstance(layer, QuantLinear)
+            str(layer.kernel) for layer in running if isinstance(layer, (QuantLinear, QuantExperts))
         )
         if len(counts) <= 1:
             return next(iter(counts), "torch")
@@ -73,6 +80,7 @@ class RandomRun:
 def _alone(model: PreTrainedModel, batch: int, generator: torch.Generator) -> Callable[[], None]:
     inputs: dict[int, torch.Tensor] = {}
     calls = [_call(layer, batch, inputs, generator) for layer in running_linears(model)]
+    calls += [_experts_call(experts, model, batch, generator) for experts in _mixtures(model)]
 
     @torch.no_grad()
     def step() -> None:
@@ -80,6 +88,22 @@ def _alone(model: PreTrainedModel, batch: int, generator: torch.Generator) -> Ca
             call()
 
     return captured(step, model.device) if model.device.type == "cuda" else step
+
+
+def _mixtures(model: PreTrainedModel) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, (QuantExperts, Qwen3MoeExperts))]
+
+
+def _experts_call(
+    experts: Any, model: PreTrainedModel, batch: int, generator: torch.Generator
+) -> Callable[[], torch.Tensor]:
+    """All of a block's experts, which tokens choose at random: products, and what lies between them."""
+    config = model.config
+    x = torch.randn(batch, config.hidden_size, device=generator.device, generator=generator).bfloat16()
+    chances = torch.rand(batch, config.num_experts, device=generator.device, generator=generator)
+    ids = chances.topk(config.num_experts_per_tok).indices
+    shares = torch.ones_like(ids, dtype=torch.bfloat16)
+    return lambda: experts(x, ids, shares)
 
 
 def _call(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from halfbyte.assignment import fit_group
 from halfbyte.engines.transformers.codec import ModuleCodec
@@ -54,16 +55,29 @@ def random_llama(
         max_position_embeddings=positions,
         tie_word_embeddings=False,
     )
+    return filled(config, scheme, torch.Generator(device).manual_seed(seed), {})
+
+
+Replacement = Callable[[str, nn.Module, Scheme, torch.Generator], nn.Module]
+
+
+def filled(
+    config: PretrainedConfig,
+    scheme: Scheme | None,
+    generator: torch.Generator,
+    others: Mapping[type[nn.Module], Replacement],
+) -> PreTrainedModel:
+    """The model of a config, where the generator is. others: what modules beside linear layers become in a scheme."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=_DTYPE).eval()
     model.generation_config.eos_token_id = None
-    generator = torch.Generator(device).manual_seed(seed)
     for name, module in list(model.named_modules()):
-        if scheme is not None and isinstance(module, nn.Linear) and not name.endswith("lm_head"):
-            model.set_submodule(name, _random_linear(name, module, scheme, generator))
+        replacement = random_linear if isinstance(module, nn.Linear) else others.get(type(module))
+        if scheme is not None and replacement is not None and not name.endswith("lm_head"):
+            model.set_submodule(name, replacement(name, module, scheme, generator))
         else:
             _fill(module, generator)
-    with torch.device(device):
+    with torch.device(generator.device):
         # Its frequencies are computed when it is made, which on the meta device they were not.
         model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     return model
@@ -78,7 +92,9 @@ def _fill(module: nn.Module, generator: torch.Generator) -> None:
         setattr(module, name, nn.Parameter(values, requires_grad=False))
 
 
-def _random_linear(name: str, module: nn.Linear, scheme: Scheme, generator: torch.Generator) -> QuantLinear:
+def random_linear(name: str, module: nn.Module, scheme: Scheme, generator: torch.Generator) -> QuantLinear:
+    """In the place of a linear layer, which lends its sizes."""
+    assert isinstance(module, nn.Linear)
     fitted = fit_group(scheme, module.in_features)
     if fitted is None:
         raise HalfbyteError(

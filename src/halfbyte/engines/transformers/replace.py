@@ -153,14 +153,19 @@ def _quant_experts(
                 if stored.scheme is None
                 else _quant_linear(stored, *sizes)
             )
-    gate = ExpertGate(
+    return QuantExperts(layers, names, expert_gate(fused, names))
+
+
+def expert_gate(fused: nn.Module, names: ExpertNames) -> ExpertGate:
+    """What lies between the projections of transformers' ``fused`` experts. Errors: experts of another kind."""
+    parameters = dict(fused.named_parameters())
+    return ExpertGate(
         _combination(fused, names),
         interleaved=not getattr(fused, "is_concatenated", True),
         activation=_activation(fused, names),
         up_bias=parameters.get("gate_up_proj_bias", parameters.get("up_proj_bias")),
         down_bias=parameters.get("down_proj_bias"),
     )
-    return QuantExperts(layers, names, gate)
 
 
 def _combination(fused: nn.Module, names: ExpertNames) -> Callable[[torch.Tensor], torch.Tensor]:
