@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -44,18 +44,21 @@ class HopperExperts(ABC, Generic[LinearKernel]):
     neither read nor written.
     """
 
-    def __init__(self, linear: LinearKernel, *shared: str) -> None:
-        """shared: names of the tensors that the kernel reads, besides ``weight``, where a weight has them."""
+    def __init__(self, linear: LinearKernel, inputs: int, *tensors: str) -> None:
+        """inputs: how many tensors of a row the op takes: codes, scales, sums. tensors: names of those of the weight,
+        besides ``weight``, as it takes them; those that a weight does not have are none.
+        """
         self.linear = linear
         self.name = linear.name
-        self._read = ("weight", *shared)
+        self._inputs = inputs
+        self._tensors = ("weight", *tensors)
 
     def stack(self, experts: Sequence[Prepared]) -> PreparedExperts:
         """Experts prepared by the linear kernel, for one problem. Their own tensors can go afterwards."""
         alike = self._alike(experts)
         stacked = {
             name: torch.stack([each.tensors[name] for each in alike])
-            for name in self._read
+            for name in self._tensors
             if name in alike[0].tensors
         }
         if stacked["weight"].is_cuda:
@@ -75,7 +78,6 @@ class HopperExperts(ABC, Generic[LinearKernel]):
         """The weights, bit for bit."""
         return [self.linear.restore(each) for each in prepared.experts]
 
-    @abstractmethod
     def run(
         self,
         rows: Rows,
@@ -85,6 +87,17 @@ class HopperExperts(ABC, Generic[LinearKernel]):
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``[R, out]`` of ``[R, in]``. heights: those for which ``routes`` were found. bias: ``[experts, out]``."""
+        tensors = (prepared.stacked.get(name) for name in self._tensors)
+        given = (*rows[: self._inputs], *tensors, bias, routes.runs, routes.tiles, list(heights))
+        return self._op()(*given, *self._settings(prepared))
+
+    @abstractmethod
+    def _op(self) -> Callable[..., torch.Tensor]:
+        """The op: rows, the weight's tensors, bias, runs, tiles, heights, and then :meth:`_settings`."""
+
+    @abstractmethod
+    def _settings(self, prepared: PreparedExperts) -> tuple[Any, ...]:
+        """What else it is told."""
 
     def route(self, x: torch.Tensor, prepared: PreparedExperts, routes: Routes) -> Rows:
         """Rows ``[R, in]`` of tokens ``[M, in]`` as :meth:`run` takes them."""
@@ -103,7 +116,7 @@ class HopperExperts(ABC, Generic[LinearKernel]):
 
 class _W4A8(HopperExperts[HopperW4A8]):
     def __init__(self, linear: HopperW4A8) -> None:
-        super().__init__(linear, "row_factors")
+        super().__init__(linear, 3, "row_factors")
 
     def _alike(self, experts: Sequence[Prepared]) -> Sequence[Prepared]:
         # Where fp16 does not hold one expert's scales, all have them in fp32.
@@ -112,121 +125,69 @@ class _W4A8(HopperExperts[HopperW4A8]):
         exact = HopperW4A8Fp32Scales()
         return [exact.prepare(self.linear.restore(each), each.problem, each.input_scale) for each in experts]
 
-    def run(
-        self,
-        rows: Rows,
-        prepared: PreparedExperts,
-        routes: Routes,
-        heights: Sequence[int],
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def _op(self) -> Callable[..., torch.Tensor]:
         from halfbyte.kernels.hopper.w4a8 import w4a8_experts
 
+        return w4a8_experts
+
+    def _settings(self, prepared: PreparedExperts) -> tuple[Any, ...]:
         problem, fmt = prepared.problem, self.linear.block_format(prepared.experts[0])
-        return w4a8_experts(
-            *rows,
-            prepared.stacked["weight"],
-            prepared.stacked.get("row_factors"),
-            bias,
-            routes.runs,
-            routes.tiles,
-            list(heights),
-            problem.out_features,
-            fmt.group_size,
-            fmt.zeros is not None,
-            self.linear.fp16_sums,
-            problem.dtype,
-        )
+        zero_points = fmt.zeros is not None
+        return problem.out_features, fmt.group_size, zero_points, self.linear.fp16_sums, problem.dtype
 
 
 class _W4A8Fp8Scales(HopperExperts[HopperW4A8Fp8Scales]):
     def __init__(self) -> None:
-        super().__init__(HopperW4A8Fp8Scales(), "channels")
+        super().__init__(HopperW4A8Fp8Scales(), 2, "channels")
 
-    def run(
-        self,
-        rows: Rows,
-        prepared: PreparedExperts,
-        routes: Routes,
-        heights: Sequence[int],
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def _op(self) -> Callable[..., torch.Tensor]:
         from halfbyte.kernels.hopper.w4a8_fp8_scales import w4a8_fp8_scales_experts
 
-        stacked = prepared.stacked
-        return w4a8_fp8_scales_experts(
-            rows[0],
-            rows[1],
-            stacked["weight"],
-            stacked["channels"],
-            bias,
-            routes.runs,
-            routes.tiles,
-            list(heights),
-            prepared.problem.dtype,
-        )
+        return w4a8_fp8_scales_experts
+
+    def _settings(self, prepared: PreparedExperts) -> tuple[Any, ...]:
+        return (prepared.problem.dtype,)
 
 
 class _Fp8(HopperExperts[HopperFp8]):
     def __init__(self) -> None:
-        super().__init__(HopperFp8(), "channels")
+        super().__init__(HopperFp8(), 2, "channels")
 
-    def run(
-        self,
-        rows: Rows,
-        prepared: PreparedExperts,
-        routes: Routes,
-        heights: Sequence[int],
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def _op(self) -> Callable[..., torch.Tensor]:
         from halfbyte.kernels.hopper.w8a8 import w8a8_experts
 
-        stacked = prepared.stacked
-        return w8a8_experts(
-            rows[0],
-            rows[1],
-            stacked["weight"],
-            stacked["channels"],
-            bias,
-            routes.runs,
-            routes.tiles,
-            list(heights),
-            prepared.problem.dtype,
-        )
+        return w8a8_experts
+
+    def _settings(self, prepared: PreparedExperts) -> tuple[Any, ...]:
+        return (prepared.problem.dtype,)
 
 
 class _W4A8Int8(HopperExperts[HopperW4A8Int8]):
     def __init__(self) -> None:
-        super().__init__(HopperW4A8Int8(), "channels", "zeros")
+        super().__init__(HopperW4A8Int8(), 3, "channels", "zeros")
 
-    def run(
-        self,
-        rows: Rows,
-        prepared: PreparedExperts,
-        routes: Routes,
-        heights: Sequence[int],
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def _op(self) -> Callable[..., torch.Tensor]:
         from halfbyte.kernels.hopper.w4a8_int8 import w4a8_int8_experts
 
-        stacked, fmt = prepared.stacked, self.linear.block_format(prepared.experts[0])
-        return w4a8_int8_experts(
-            *rows,
-            stacked["weight"],
-            stacked["channels"],
-            stacked.get("zeros"),
-            bias,
-            routes.runs,
-            routes.tiles,
-            list(heights),
-            fmt.group_size if fmt.scale else None,
-            prepared.problem.dtype,
-        )
+        return w4a8_int8_experts
+
+    def _settings(self, prepared: PreparedExperts) -> tuple[Any, ...]:
+        fmt = self.linear.block_format(prepared.experts[0])
+        return fmt.group_size if fmt.scale else None, prepared.problem.dtype
 
 
 class _W4A16(HopperExperts[HopperW4A16]):
     def __init__(self) -> None:
-        super().__init__(HopperW4A16())
+        super().__init__(HopperW4A16(), 1)
+
+    def _op(self) -> Callable[..., torch.Tensor]:
+        from halfbyte.kernels.hopper.w4a16 import w4a16_experts
+
+        return w4a16_experts
+
+    def _settings(self, prepared: PreparedExperts) -> tuple[Any, ...]:
+        fmt = self.linear.block_format(prepared.experts[0])
+        return prepared.problem.out_features, fmt.group_size, fmt.scale, fmt.zeros is not None
 
     def route(self, x: torch.Tensor, prepared: PreparedExperts, routes: Routes) -> Rows:
         return (routed_rows(x, routes),)
@@ -238,31 +199,6 @@ class _W4A16(HopperExperts[HopperW4A16]):
         self, gate: torch.Tensor, up: torch.Tensor, activation: str, prepared: PreparedExperts
     ) -> Rows:
         return (gated(gate, up, activation),)
-
-    def run(
-        self,
-        rows: Rows,
-        prepared: PreparedExperts,
-        routes: Routes,
-        heights: Sequence[int],
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        from halfbyte.kernels.hopper.w4a16 import w4a16_experts
-
-        problem, fmt = prepared.problem, self.linear.block_format(prepared.experts[0])
-        assert fmt.scale is not None
-        return w4a16_experts(
-            rows[0],
-            prepared.stacked["weight"],
-            bias,
-            routes.runs,
-            routes.tiles,
-            list(heights),
-            problem.out_features,
-            fmt.group_size,
-            fmt.scale,
-            fmt.zeros is not None,
-        )
 
 
 def _sums_of(prepared: PreparedExperts) -> int | None:

@@ -7,8 +7,9 @@ from functools import cache
 import torch
 
 from halfbyte.kernels.hopper.compiler import Source
-from halfbyte.kernels.hopper.grouped import Runs, choose, feature_shape, launches, of_heights
-from halfbyte.kernels.hopper.operands import NAMES, of_features, of_tokens, packed, require, written
+from halfbyte.kernels.hopper.fp8_products import run_fp8
+from halfbyte.kernels.hopper.grouped import Runs, choose, of_heights
+from halfbyte.kernels.hopper.operands import NAMES
 from halfbyte.kernels.hopper.w4a8_fp8_scales_codes import FORMAT
 from halfbyte.kernels.hopper.w4a8_fp8_scales_config import EXPERTS, TABLE, W4A8Fp8ScalesConfig
 
@@ -86,21 +87,8 @@ def run_w4a8_fp8_scales(
     """:func:`w4a8_fp8_scales_linear` cut as ``config`` says, into ``out``; with ``runs`` one tile height of
     :func:`w4a8_fp8_scales_experts`. Errors: operands of another layout.
     """
-    tokens, inputs = x.shape
-    features = feature_shape(weight, out, runs)
-    require(
-        "w4a8_fp8_scales_linear",
-        (x.dtype == torch.float8_e4m3fn and x.is_contiguous(), "x must be contiguous float8_e4m3fn", x),
-        (inputs % 16 == 0, "x must have a multiple of 16 columns", x),
-        of_tokens("x_scale", x_scale, torch.float32, tokens),
-        of_features("channel_scale", channel_scale, torch.float32, features, out),
-        packed(weight, x, features, FORMAT),
-        of_features("bias", bias, out.dtype, features, out),
-        written(out),
-    )
-    for linear, (scales, biases) in launches(config, FORMAT, x, weight, out, (channel_scale, bias), runs):
-        source = w4a8_fp8_scales_source(linear.config, out.dtype)
-        linear.launch(source, linear.weight, scales, x_scale, biases, linear.out)
+    operands = (x, x_scale, weight, channel_scale, bias, out)
+    run_fp8("w4a8_fp8_scales_linear", config, FORMAT, w4a8_fp8_scales_source, *operands, runs)
 
 
 @cache

@@ -7,8 +7,9 @@ from functools import cache
 import torch
 
 from halfbyte.kernels.hopper.compiler import Source
-from halfbyte.kernels.hopper.grouped import Runs, choose, feature_shape, launches, of_heights
-from halfbyte.kernels.hopper.operands import NAMES, of_features, of_tokens, packed, require, written
+from halfbyte.kernels.hopper.fp8_products import run_fp8
+from halfbyte.kernels.hopper.grouped import Runs, choose, of_heights
+from halfbyte.kernels.hopper.operands import NAMES
 from halfbyte.kernels.hopper.w8a8_codes import FORMAT
 from halfbyte.kernels.hopper.w8a8_config import TABLE, W8A8Config
 
@@ -82,21 +83,8 @@ def run_w8a8(
     """:func:`w8a8_linear` cut as ``config`` says, into ``out``; with ``runs`` one tile height of :func:`w8a8_experts`.
     Errors: operands of another layout.
     """
-    tokens, inputs = x.shape
-    features = feature_shape(weight, out, runs)
-    require(
-        "w8a8_linear",
-        (x.dtype == torch.float8_e4m3fn and x.is_contiguous(), "x must be contiguous float8_e4m3fn", x),
-        (inputs % 16 == 0, "x must have a multiple of 16 columns", x),
-        of_tokens("x_scale", x_scale, torch.float32, tokens),
-        of_features("channel_scale", channel_scale, torch.float32, features, out),
-        packed(weight, x, features, FORMAT),
-        of_features("bias", bias, out.dtype, features, out),
-        written(out),
-    )
-    for linear, (scales, biases) in launches(config, FORMAT, x, weight, out, (channel_scale, bias), runs):
-        source = w8a8_source(linear.config, out.dtype)
-        linear.launch(source, linear.weight, scales, x_scale, biases, linear.out)
+    operands = (x, x_scale, weight, channel_scale, bias, out)
+    run_fp8("w8a8_linear", config, FORMAT, w8a8_source, *operands, runs)
 
 
 @cache
