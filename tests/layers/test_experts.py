@@ -131,3 +131,13 @@ def test_a_bad_token_stays_alone() -> None:
 def test_conventions_are_recognized_by_their_whole_set() -> None:
     assert ExpertNames.among(["w2", "w1", "w3"]) == ExpertNames("w1", "w3", "w2")
     assert ExpertNames.among(["gate_proj", "up_proj"]) is None
+
+
+def test_strangers_and_repetitions_add_nothing() -> None:
+    experts, _ = make(ExpertNames("gate_proj", "up_proj", "down_proj"), ExpertGate(swiglu))
+    x, index, share = route(5, 2)
+    alone = share.clone()
+    alone[:, 1] = 0
+    for other in (torch.full_like(index[:, 1], -1), torch.full_like(index[:, 1], EXPERTS + 3), index[:, 0]):
+        found = experts(x, torch.stack([index[:, 0], other], 1), share)
+        torch.testing.assert_close(found, experts(x, index, alone), rtol=1e-4, atol=1e-3)

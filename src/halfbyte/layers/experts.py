@@ -74,17 +74,18 @@ class QuantExperts(nn.Module):
     ) -> torch.Tensor:
         """``[T, hidden]`` through the experts ``[T, k]``, their outputs weighted by ``[T, k]`` and summed.
 
-        Experts without tokens cost nothing. Indices beyond the last expert stand for experts of other
-        machines.
+        Experts without tokens cost nothing. A number that is no expert (of another machine, or -1) adds nothing, nor
+        does an expert that a token has had before.
         """
         grouped = self._grouped(hidden_states) if hidden_states.is_cuda else None
         if grouped is not None:
             return grouped(hidden_states, top_k_index, top_k_weights)
         result = torch.zeros_like(hidden_states)
+        repeated = (top_k_index[:, :, None] == top_k_index[:, None, :]).tril(-1).any(-1)
         for index in top_k_index.unique().tolist():
-            if index >= self.num_experts:
+            if not 0 <= index < self.num_experts:
                 continue
-            tokens, slots = torch.where(top_k_index == index)
+            tokens, slots = torch.where((top_k_index == index) & ~repeated)
             outputs = self._expert(index, hidden_states[tokens]) * top_k_weights[tokens, slots, None]
             result.index_add_(0, tokens, outputs.to(result.dtype))
         return result
