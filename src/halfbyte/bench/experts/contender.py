@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from halfbyte.bench.experts.mixtures import Mixture
 from halfbyte.bench.experts.operands import Routing, Stack, checked_experts
 from halfbyte.bench.kernels.accuracy import exact_inputs, exact_rows, require_finite
 from halfbyte.formats.quantized_tensor import QuantizedTensor
@@ -34,11 +35,15 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Contender:
-    """One column of a table. load: Errors: MissingError; whatever other people's code raises."""
+    """One column of a table. load: Errors: MissingError; whatever other people's code raises.
+
+    compile: what can be compiled ahead for a mixture's product and numbers of tokens, each piece on any thread.
+    """
 
     name: str
     scheme: str
     load: Callable[[Stack], Loaded]
+    compile: Callable[[Mixture, str, Sequence[int]], Iterable[Callable[[], object]]] | None = None
 
 
 def relative_error(result: torch.Tensor, loaded: Loaded, routing: Routing) -> float:

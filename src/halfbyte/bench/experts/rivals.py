@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from halfbyte.bench.experts.contender import Contender, Loaded
+from halfbyte.bench.experts.mixtures import Mixture
 from halfbyte.bench.experts.operands import Routing, Stack
 from halfbyte.bench.experts.ours import cache_of, copies_of
 from halfbyte.bench.kernels.peers import Peers
@@ -32,8 +33,15 @@ _TOP_BITS = torch.tensor(0x88888888 - (1 << 32), dtype=torch.int32)
 
 def contenders(peers: Peers) -> list[Contender]:
     return [
-        Contender("humming-w4a8", "w4a8", partial(_humming, peers, "float8e4m3")),
-        Contender("humming-w4a16", "w4a16", partial(_humming, peers, "bfloat16")),
+        *(
+            Contender(
+                f"humming-{scheme}",
+                scheme,
+                partial(_humming, peers, inputs),
+                partial(_kernels, peers, inputs),
+            )
+            for scheme, inputs in (("w4a8", "float8e4m3"), ("w4a16", "bfloat16"))
+        ),
         Contender("vllm-cutlass-w4a8", "w4a8", partial(_with_vllm, peers, _cutlass_w4a8)),
         Contender("vllm-cutlass-fp8", "fp8", partial(_with_vllm, peers, _cutlass_fp8)),
     ]
@@ -46,7 +54,7 @@ def _seven(stack: Stack) -> list[QuantizedTensor]:
 
 def _humming(peers: Peers, inputs: str, stack: Stack) -> Loaded:
     peers.load_vllm()  # sorts tokens into blocks, as humming leaves to vLLM
-    layers, ops, tune = (peers.module(f"humming.{name}") for name in ("layer", "ops", "tune"))
+    layers, ops = peers.module("humming.layer"), peers.module("humming.ops")
     experts, (out_features, in_features) = _seven(stack), stack.shape
     count = stack.mixture.experts
     with torch.device(stack.device):
@@ -71,14 +79,9 @@ def _humming(peers: Peers, inputs: str, stack: Stack) -> Loaded:
     )
     activations = _FP8 if inputs == "float8e4m3" else None
 
-    @cache
-    def tuning(rows: int) -> Any:
-        device = torch.cuda.current_device()
-        return tune.get_heuristics_config(config, shape_m=rows, gemm_type="indexed", device=device)
-
     def feed(routing: Routing) -> Any:
         x, scales = (routing.x, None) if activations is None else quantize_activations(routing.x, activations)
-        chosen = tuning(routing.ids.numel())
+        chosen = _heuristics(peers, config, routing.ids.numel())
         top_k = routing.ids.numel() // len(routing.x)
         return x, scales, top_k, json.dumps(chosen), _blocks(routing, chosen["block_shape"][0])
 
@@ -104,6 +107,40 @@ def _humming(peers: Peers, inputs: str, stack: Stack) -> Loaded:
     nbytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     copies = copies_of(tensors, cache_of(stack))
     return Loaded(experts, activations, copies, nbytes, feed, call, in_order=False)
+
+
+def _kernels(
+    peers: Peers, inputs: str, mixture: Mixture, gemm: str, tokens: Sequence[int]
+) -> Iterator[Callable[[], object]]:
+    """Compilations of what :func:`_humming` will call: without them each waits for its own first call.
+
+    Codes without -8 are kept as sign and magnitude.
+    """
+    configs, kernels = peers.module("humming.config"), peers.module("humming.kernel.humming")
+    out_features, in_features = mixture.product(gemm)
+    config = configs.LayerConfig(
+        shape_n=out_features,
+        shape_k=in_features,
+        num_experts=mixture.experts,
+        a_dtype=inputs,
+        b_dtype="float4e0m3",
+        c_dtype="bfloat16",
+        weight_scale_group_size=_GROUP,
+    )
+    for count in tokens:
+        yield partial(
+            kernels.HummingKernel.prepare_kernels,
+            config.to_str(),
+            _HUMMING_COMPUTE,
+            json.dumps(_heuristics(peers, config, count * mixture.top_k)),
+            torch.cuda.current_device(),
+        )
+
+
+def _heuristics(peers: Peers, config: Any, rows: int) -> Any:
+    tune = peers.module("humming.tune")
+    device = torch.cuda.current_device()
+    return tune.get_heuristics_config(config, shape_m=rows, gemm_type="indexed", device=device)
 
 
 def _blocks(routing: Routing, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from halfbyte.bench.experts.mixtures import BLOCK, GEMMS, MIXTURES, ROUTINGS, TO
 from halfbyte.bench.experts.operands import Stack
 from halfbyte.bench.kernels.peers import Peers
 from halfbyte.bench.kernels.results import Results
-from halfbyte.bench.kernels.run import gpu
+from halfbyte.bench.kernels.run import compile_all, gpu
 from halfbyte.bench.kernels.timing import Call, Replay
 from halfbyte.errors import HalfbyteError
 from halfbyte.matching import matches
@@ -74,6 +75,7 @@ class Comparison:
     @torch.no_grad()
     def measure(self, advance: Callable[..., None]) -> Iterator[Results]:
         """Yields all there is so far after each product. What fails is noted, and the others go on."""
+        self._compile_ahead(advance)
         for model in self._request.models:
             for gemm in self._request.gemms:
                 stack = Stack(MIXTURES[model], "gate-up" if gemm == BLOCK else gemm, self._device)
@@ -86,6 +88,18 @@ class Comparison:
                         self._measure_block(contender, stack, where)
                     advance(1)
                 yield self._results
+
+    def _compile_ahead(self, advance: Callable[..., None]) -> None:
+        jobs: list[Callable[[], object]] = []
+        products = [gemm for gemm in self._request.gemms if gemm != BLOCK]
+        for contender in self._contenders:
+            for model, gemm in product(self._request.models, products):
+                if contender.compile is not None:
+                    try:
+                        jobs += contender.compile(MIXTURES[model], gemm, self._request.tokens)
+                    except Exception:
+                        continue  # what is wrong here shows again, and is noted, when the contender is loaded
+        compile_all(jobs, advance)
 
     def _measure_block(self, contender: Contender, stack: Stack, where: dict[str, Any]) -> None:
         try:

@@ -58,6 +58,16 @@ def gpu(command: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def compile_all(jobs: Sequence[Callable[[], object]], advance: Advance) -> None:
+    """Compilations on all cores. One that fails fails again, and is noted, where what it makes is called."""
+    if not jobs:
+        return
+    advance(0, f"compiling {len(jobs)} kernels of others")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for job in [pool.submit(job) for job in jobs]:
+            job.exception()
+
+
 class Comparison:
     """One run, planned when it is made. steps: how many its progress counts.
 
@@ -107,12 +117,7 @@ class Comparison:
                     jobs += contender.compile(self._request.shapes, self._request.rows)
                 except Exception:
                     continue  # what is wrong here shows again, and is noted, when the contender is loaded
-        if not jobs:
-            return
-        self._advance(0, f"compiling {len(jobs)} kernels of others")
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for job in [pool.submit(job) for job in jobs]:
-                job.exception()  # likewise
+        compile_all(jobs, self._advance)
 
     def _measure_shape(self, shape: Shape) -> None:
         if not self._linear and not self._repacked:
