@@ -12,6 +12,7 @@ import torch
 from halfbyte.bench.experts.contender import Contender, Loaded
 from halfbyte.bench.experts.operands import Routing, Stack
 from halfbyte.bench.kernels.contender import MissingError
+from halfbyte.bench.kernels.operands import second_level_cache
 from halfbyte.formats.activations import quantize_activations
 from halfbyte.formats.spec import ActivationFormat, TensorFormat
 from halfbyte.kernels.hopper_experts import HopperExperts, PreparedExperts, experts_of
@@ -52,11 +53,6 @@ def copies_of(tensors: Sequence[torch.Tensor | None], cache: int) -> list[tuple[
     return [first, *(tuple(None if t is None else t.clone() for t in first) for _ in range(count - 1))]
 
 
-def cache_of(stack: Stack) -> int:
-    """Bytes of the GPU's second-level cache."""
-    return int(torch.cuda.get_device_properties(stack.device).L2_cache_size)
-
-
 def _product(name: str, scheme: str, stack: Stack) -> Loaded:
     return hopper(name, scheme, stack)[0]
 
@@ -85,7 +81,7 @@ def hopper(name: str, scheme_name: str, stack: Stack) -> tuple[Loaded, Grouped]:
     experts = stack.quantized(fmt)
     prepared = kernel.stack([linear.prepare(q, problem) for q in experts])
     names = tuple(prepared.stacked)
-    copies = copies_of(tuple(prepared.stacked.values()), cache_of(stack))
+    copies = copies_of(tuple(prepared.stacked.values()), second_level_cache(stack.device))
 
     def feed(routing: Routing) -> Any:
         tokens, top_k = routing.ids.shape
@@ -118,7 +114,9 @@ def _torch_fp8(stack: Stack) -> Loaded:
             inputs, copy[0].transpose(-2, -1), of_tokens, scales, offs=ends, out_dtype=torch.bfloat16
         )
 
-    return Loaded(experts, _FP8, copies_of((codes,), cache_of(stack)), codes.nbytes, feed, call)
+    return Loaded(
+        experts, _FP8, copies_of((codes,), second_level_cache(stack.device)), codes.nbytes, feed, call
+    )
 
 
 def _torch_bf16(stack: Stack) -> Loaded:
@@ -132,4 +130,6 @@ def _torch_bf16(stack: Stack) -> Loaded:
         rows, ends = fed
         return torch._grouped_mm(rows, copy[0].transpose(-2, -1), offs=ends)
 
-    return Loaded(experts, None, copies_of((weights,), cache_of(stack)), weights.nbytes, feed, call)
+    return Loaded(
+        experts, None, copies_of((weights,), second_level_cache(stack.device)), weights.nbytes, feed, call
+    )

@@ -12,7 +12,8 @@ import torch
 from halfbyte.bench.experts.contender import Contender, Loaded
 from halfbyte.bench.experts.mixtures import Mixture
 from halfbyte.bench.experts.operands import Routing, Stack
-from halfbyte.bench.experts.ours import cache_of, copies_of
+from halfbyte.bench.experts.ours import copies_of
+from halfbyte.bench.kernels.operands import second_level_cache
 from halfbyte.bench.kernels.peers import Peers
 from halfbyte.formats.activations import quantize_activations
 from halfbyte.formats.packing import pack_int32
@@ -105,7 +106,7 @@ def _humming(peers: Peers, inputs: str, stack: Stack) -> Loaded:
         return room
 
     nbytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    copies = copies_of(tensors, cache_of(stack))
+    copies = copies_of(tensors, second_level_cache(stack.device))
     return Loaded(experts, activations, copies, nbytes, feed, call, in_order=False)
 
 
@@ -197,7 +198,7 @@ def _cutlass_w4a8(stack: Stack) -> Loaded:
         )
         return room
 
-    copies = copies_of((codes, scales), cache_of(stack))
+    copies = copies_of((codes, scales), second_level_cache(stack.device))
     nbytes = codes.nbytes + scales.nbytes
     return Loaded(experts, _FP8, copies, nbytes, partial(_feed_sorted, stack=stack), call)
 
@@ -218,5 +219,5 @@ def _cutlass_fp8(stack: Stack) -> Loaded:
         torch.ops._C.cutlass_moe_mm(room, x, copy[0], x_scales, scales, starts, shapes, *strides, True, True)
         return room
 
-    copies = copies_of((codes,), cache_of(stack))
+    copies = copies_of((codes,), second_level_cache(stack.device))
     return Loaded(experts, _FP8, copies, codes.nbytes, partial(_feed_sorted, stack=stack), call)

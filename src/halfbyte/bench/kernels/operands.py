@@ -24,7 +24,7 @@ class Inputs:
 
     def __init__(self, in_features: int, most_rows: int, device: torch.device) -> None:
         self.device = device
-        self.cache = _second_level_cache(device)
+        self.cache = second_level_cache(device)
         self._generator = torch.Generator(device).manual_seed(_SEED)
         self.x = self.random(most_rows, in_features)
 
@@ -61,6 +61,6 @@ class Operands(Inputs):
         return self._quantized[key]
 
 
-def _second_level_cache(device: torch.device) -> int:
+def second_level_cache(device: torch.device) -> int:
     """Bytes; none on a CPU, where nothing is timed."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
