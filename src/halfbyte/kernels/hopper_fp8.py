@@ -18,7 +18,8 @@ from halfbyte.kernels.triton.linear_conditions import HALVES, gpu_conditions, is
 
 
 class HopperFp8(QuantizesTokens):
-    """E4M3 inputs with a dynamic scale per token, by ``hopper/sources/w8a8.cu``. Listed behind torch's product."""
+    """E4M3 inputs with a dynamic scale per token, by ``hopper/sources/w8a8.cu``. Listed behind
+    Triton's, which takes whatever this one takes: it runs only by name."""
 
     name = "hopper-fp8"
 
