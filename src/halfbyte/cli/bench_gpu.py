@@ -168,14 +168,14 @@ def latency(
 
     from halfbyte.bench.kernels.results import name_gpu
     from halfbyte.bench.latency import bench_latency
+    from halfbyte.bench.qwen3_moe_shape import Qwen3MoeShape
     from halfbyte.bench.record import record
     from halfbyte.engines.transformers.latency import RandomModel
     from halfbyte.engines.transformers.random_llama import LlamaShape
-    from halfbyte.engines.transformers.random_mixture import MixtureShape
 
-    shapes: dict[str, LlamaShape | MixtureShape] = {
+    shapes: dict[str, LlamaShape | Qwen3MoeShape] = {
         "llama-3-8b": LlamaShape(),
-        "qwen3-30b-a3b": MixtureShape(),
+        "qwen3-30b-a3b": Qwen3MoeShape(layers=48),
     }
     if model not in shapes:
         raise HalfbyteError(f"--model {model!r}; accepted: {', '.join(shapes)}")

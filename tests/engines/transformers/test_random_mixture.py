@@ -3,23 +3,24 @@ from __future__ import annotations
 import pytest
 import torch
 
+from halfbyte.bench.qwen3_moe_shape import Qwen3MoeShape
 from halfbyte.engines.transformers.fusion import running_linears
 from halfbyte.engines.transformers.latency import RandomModel
-from halfbyte.engines.transformers.random_mixture import MixtureShape, random_mixture
+from halfbyte.engines.transformers.random_mixture import random_mixture
 from halfbyte.layers.experts import QuantExperts
 from halfbyte.layers.linear import QuantLinear
 from halfbyte.schemes import resolve
 
-SHAPE = MixtureShape(
+SHAPE = Qwen3MoeShape(
     layers=2,
     hidden=128,
-    intermediate=128,
+    expert_size=128,
     experts=4,
-    top_k=2,
+    experts_per_token=2,
     heads=4,
     kv_heads=2,
     head_dim=32,
-    vocabulary=300,
+    vocab=300,
 )
 CPU = torch.device("cpu")
 

@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from halfbyte.bench.qwen3_moe_shape import Qwen3MoeShape
 from halfbyte.engines.transformers.cuda_graphs import captured
 from halfbyte.engines.transformers.fusion import fuse, running_linears
 from halfbyte.engines.transformers.random_llama import LlamaShape, random_llama
-from halfbyte.engines.transformers.random_mixture import MixtureShape, random_mixture
+from halfbyte.engines.transformers.random_mixture import random_mixture
 from halfbyte.engines.transformers.session import session
 from halfbyte.layers.experts import QuantExperts
 from halfbyte.layers.linear import QuantLinear
@@ -25,13 +26,13 @@ class RandomModel:
 
     engine = "transformers"
 
-    def __init__(self, shape: LlamaShape | MixtureShape, scheme: Scheme | None, positions: int) -> None:
+    def __init__(self, shape: LlamaShape | Qwen3MoeShape, scheme: Scheme | None, positions: int) -> None:
         self.device = (
             torch.device("cuda", torch.cuda.current_device())
             if torch.cuda.is_available()
             else torch.device("cpu")
         )
-        if isinstance(shape, MixtureShape):
+        if isinstance(shape, Qwen3MoeShape):
             self._model = random_mixture(shape, scheme, positions, self.device)
         else:
             self._model = random_llama(shape, scheme, positions, self.device)
