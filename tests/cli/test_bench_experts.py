@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.run import halfbyte
 
+META = {"command": "halfbyte bench experts", "commit": None, "date": "2026-12-01", "versions": {}}
 ROW = {
     "kernel": "hopper-w4a8",
     "op": "experts",
@@ -52,7 +53,7 @@ def test_a_record_is_shown_again(tmp_path: Path) -> None:
         "reason": "cannot be imported",
     }
     path = tmp_path / "record.json"
-    path.write_text(json.dumps({"meta": {}, "rows": [ROW, slower, inexact], "missing": [missing]}))
+    path.write_text(json.dumps({"meta": META, "rows": [ROW, slower, inexact], "missing": [missing]}))
     ran = halfbyte("bench", "experts", "--from", str(path))
     assert ran.code == 0
     assert "mixtral-8x7b down, uniform (8 x 4096 x 14336, top 2)" in ran.out
@@ -68,3 +69,16 @@ def test_what_is_no_record(tmp_path: Path) -> None:
     ran = halfbyte("bench", "experts", "--from", str(path))
     assert ran.code == 2
     assert "is no record" in ran.complaint
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("us", "fast"), ("us", -1), ("tokens", True), ("rel_err", float("nan")), ("model", 3)],
+)
+def test_rows_that_nobody_wrote(field: str, value: object, tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"meta": META, "rows": [{**ROW, field: value}]}))
+    ran = halfbyte("bench", "experts", "--from", str(path))
+    assert ran.code == 2
+    assert f"rows[0].{field} is " in ran.complaint
+    assert "accepted: what bench experts wrote" in ran.complaint

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from halfbyte.bench.kernels.table import markdown
 from halfbyte.cli.kernel_record import print_record
-from halfbyte.cli.kernel_record_file import read_record
+from halfbyte.cli.kernel_record_file import KERNELS, read_record
 from halfbyte.errors import HalfbyteError
 from tests.cli.test_bench_kernels import RECORD
 
@@ -92,7 +92,7 @@ def test_what_is_no_record_is_refused_with_the_place(tmp_path: Path, content: st
     path = tmp_path / "other.json"
     path.write_text(content)
     with pytest.raises(HalfbyteError, match=rf"other\.json is no record: .*{BAD[content]}") as refused:
-        read_record(path)
+        read_record(path, KERNELS)
     assert len(str(refused.value)) < 400 + len(str(path))
 
 
@@ -100,22 +100,22 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(b"\xff\xfe{")
     with pytest.raises(HalfbyteError, match="is no record"):
-        read_record(path)
+        read_record(path, KERNELS)
 
 
 @pytest.mark.parametrize("name", ["w4a8.json"])
 def test_records_of_this_project_are_read(name: str) -> None:
-    assert read_record(H200 / name) == json.loads((H200 / name).read_text())
+    assert read_record(H200 / name, KERNELS) == json.loads((H200 / name).read_text())
 
 
 def test_none_where_a_record_has_none(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(with_row(N=None, M=None, floor_us=None, rel_err=0.0))
-    assert read_record(path)["rows"][1]["M"] is None
+    assert read_record(path, KERNELS)["rows"][1]["M"] is None
     path.write_text(with_meta(commit=None))
-    assert read_record(path)["meta"]["commit"] is None
+    assert read_record(path, KERNELS)["meta"]["commit"] is None
     path.write_text(json.dumps({"meta": META, "rows": []}))
-    assert read_record(path)["rows"] == []
+    assert read_record(path, KERNELS)["rows"] == []
 
 
 VALUES = st.recursive(
@@ -143,7 +143,7 @@ def test_a_record_is_refused_or_can_be_shown(tmp_path: Path, where: str, field: 
     path = tmp_path / "record.json"
     path.write_text(json.dumps(record))
     try:
-        read = read_record(path)
+        read = read_record(path, KERNELS)
     except HalfbyteError:
         return
     print_record(read)

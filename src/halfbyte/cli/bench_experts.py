@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,14 +10,13 @@ import typer
 
 from halfbyte.cli import bench_arguments as arguments
 from halfbyte.cli import console
-from halfbyte.cli.bench_output import Json, Output, command, require_writable, write_record
-from halfbyte.errors import HalfbyteError
+from halfbyte.cli.bench_output import Json, Output, growing_records, require_writable, write_record
+from halfbyte.cli.kernel_record_file import EXPERTS, read_record
 
 if TYPE_CHECKING:
     from halfbyte.bench.experts.run import Request
 
 _MOST_PASSES = 1000
-_WIDE = 1000
 
 
 def experts(
@@ -57,7 +55,7 @@ def experts(
     """
     if recorded is not None:
         require_writable(out)
-        records = iter([_read(recorded)])
+        records = iter([read_record(recorded, EXPERTS)])
     else:
         request = _request(models, gemms, tokens, routing, kernel_names, passes, peers)
         require_writable(out)
@@ -96,39 +94,18 @@ def _request(
 
 
 def _measured(request: Request) -> Iterator[dict[str, Any]]:
-    """The record as it grows: a run that is stopped leaves what it had."""
     from halfbyte.bench.experts.run import Comparison
 
-    comparison = Comparison(request)
-    with console.progress("experts", comparison.steps, "kernels") as advance:
-        for results in comparison.measure(advance):
-            yield results.record(command())
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Errors: a file that is no record of this command."""
-    from halfbyte.bench.experts.table import tables
-
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        tables(result["rows"])
-        return dict(result)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HalfbyteError(
-            f"{path} is no record: {error}; accepted: what bench experts wrote with --out"
-        ) from error
+    return growing_records(Comparison(request), "experts", "kernels")
 
 
 def _show(result: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from halfbyte.bench.experts.table import CAPTION, missing_lines, tables
 
-    shown = console.out()
-    if not shown.is_terminal:
-        shown = Console(width=_WIDE, no_color=True)
+    shown = console.wide()
     for each in tables(result["rows"]):
         table = Table(title=Text(each.title), title_justify="left")
         for column in ("tokens", *each.columns):

@@ -11,9 +11,18 @@ import typer
 
 from halfbyte.cli import bench_arguments as arguments
 from halfbyte.cli import console
-from halfbyte.cli.bench_output import Json, Output, command, require_writable, show, write, write_record
+from halfbyte.cli.bench_output import (
+    Json,
+    Output,
+    command,
+    growing_records,
+    require_writable,
+    show,
+    write,
+    write_record,
+)
 from halfbyte.cli.kernel_record import print_record, print_tuning
-from halfbyte.cli.kernel_record_file import read_record
+from halfbyte.cli.kernel_record_file import KERNELS, read_record
 from halfbyte.errors import HalfbyteError
 
 if TYPE_CHECKING:
@@ -71,7 +80,7 @@ def kernels(
         require_matplotlib()
     if recorded is not None:
         require_writable(out, markdown, plot)
-        records = iter([read_record(recorded)])
+        records = iter([read_record(recorded, KERNELS)])
     else:
         request = _request(shapes, ms, ops, kernel_names, group_size, passes, from_bf16, peers)
         require_writable(out, markdown, plot)
@@ -235,13 +244,9 @@ def _request(
 
 
 def _measured(request: Request) -> Iterator[dict[str, Any]]:
-    """The record as it grows, shape by shape: a run that is stopped leaves what it had."""
     from halfbyte.bench.kernels.run import Comparison
 
-    comparison = Comparison(request)
-    with console.progress("kernels", comparison.steps, "measurements") as advance:
-        for results in comparison.measure(advance):
-            yield results.record(command())
+    return growing_records(Comparison(request), "kernels", "measurements")
 
 
 def _random_scheme(name: str) -> Scheme | None:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +50,16 @@ def write_record(path: Path | None, result: dict[str, Any]) -> None:
     """To the file asked for, if one was."""
     if path is not None:
         write(path, json.dumps(result, indent=1) + "\n")
+
+
+def growing_records(comparison: Any, what: str, unit: str) -> Iterator[dict[str, Any]]:
+    """The record of a comparison of kernels as it grows: a run that is stopped leaves what it had.
+
+    comparison: with ``steps``, and ``measure(advance)``, which yields its ``Results`` again and again.
+    """
+    with console.progress(what, comparison.steps, unit) as advance:
+        for results in comparison.measure(advance):
+            yield results.record(command())
 
 
 def report(rows: list[dict[str, Any]], out: Path | None, json_output: bool) -> None:

@@ -30,6 +30,12 @@ def out() -> Console:
     return Console(soft_wrap=False) if sys.stdout.isatty() else Console(width=160, no_color=True)
 
 
+def wide() -> Console:
+    """The same for tables of a dozen columns."""
+    shown = out()
+    return shown if shown.is_terminal else Console(width=1000, no_color=True)
+
+
 def err() -> Console:
     """Console for progress, notes and errors."""
     return Console(stderr=True) if sys.stderr.isatty() else Console(stderr=True, width=4096, no_color=True)

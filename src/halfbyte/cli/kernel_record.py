@@ -6,21 +6,15 @@ from typing import Any
 
 from halfbyte.cli import console
 
-# Outside of a terminal no cell of a dozen columns has to be broken.
-_WIDE = 1000
-
 
 def print_record(result: dict[str, Any]) -> None:
     """One table per op and shape, then what was not measured and why."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from halfbyte.bench.kernels.table import CAPTION, comparisons, margin, missing_lines
 
-    shown = console.out()
-    if not shown.is_terminal:
-        shown = Console(width=_WIDE, no_color=True)
+    shown = console.wide()
     for comparison in comparisons(result["rows"]):
         table = Table(title=Text(comparison.title), title_justify="left")
         for column in ("M", "floor", *comparison.columns):
@@ -36,13 +30,10 @@ def print_record(result: dict[str, Any]) -> None:
 
 def print_tuning(rows: list[dict[str, Any]], most: int = 5) -> None:
     """The fastest configurations of each case, and where the one now in the table stands."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    shown = console.out()
-    if not shown.is_terminal:
-        shown = Console(width=_WIDE, no_color=True)
+    shown = console.wide()
     table = Table()
     for column in ("N x K", "M", "us", "error", "configuration", "now"):
         table.add_column(column, justify="right" if column in ("M", "us", "error") else "left")

@@ -1,4 +1,4 @@
-"""Reading a record of ``halfbyte bench kernels`` back: nothing in it is believed before it is checked."""
+"""Reading a record of ``halfbyte bench kernels`` or ``experts`` back: nothing in it is believed unchecked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,30 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 Check = Callable[[Any], bool]
 
 
+@dataclass(frozen=True)
+class RecordForm:
+    """What a command writes. row: the fields of a row that are shown. missing_where: where something is missing."""
+
+    command: str
+    row: Mapping[str, Check]
+    missing_where: Mapping[str, Check]
+
+
 class _NoRecordError(Exception):
     """Says what is wrong, and where."""
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path, form: RecordForm) -> dict[str, Any]:
     """The record in ``path``, all of its parts that are shown of the types and ranges that were written.
 
-    Errors: a file that is no record of this command; the message says where it is none.
+    Errors: a file that is no record of the form's command; the message says where it is none.
     """
     try:
         text = path.read_text(encoding="utf-8")
         if _levels(text) > _MOST_LEVELS:
             raise _NoRecordError("its values are nested too deeply")
         result = json.loads(text)
-        _check(result)
+        _check(result, form)
         # It may be written again. What else stands in it must allow that: no NaN.
         json.dumps(result, indent=1, allow_nan=False)
         return dict(result)
@@ -45,7 +55,7 @@ def read_record(path: Path) -> dict[str, Any]:
         reason = f"{error}"
     except ValueError as error:
         reason = str(error)
-    raise HalfbyteError(f"{path} is no record: {reason}; accepted: what bench kernels wrote with --out")
+    raise HalfbyteError(f"{path} is no record: {reason}; accepted: what {form.command} wrote with --out")
 
 
 def _levels(text: str) -> int:
@@ -55,17 +65,17 @@ def _levels(text: str) -> int:
     return max(accumulate(map(steps.__getitem__, brackets)), default=0)
 
 
-def _check(result: Any) -> None:
+def _check(result: Any, form: RecordForm) -> None:
     _fields("", result, {"meta": _is_object, "rows": _is_list})
     _fields("meta", result["meta"], _META, {"gpu": _is_text})
     _fields("meta.versions", result["meta"]["versions"], dict.fromkeys(result["meta"]["versions"], _is_text))
     for number, row in enumerate(result["rows"]):
-        _fields(f"rows[{number}]", row, _ROW)
+        _fields(f"rows[{number}]", row, form.row)
     if "missing" in result:
         _fields("", result, {"missing": _is_list})
         for number, entry in enumerate(result["missing"]):
             where = f"missing[{number}]"
-            _fields(where, entry, _MISSING, _MISSING_WHERE)
+            _fields(where, entry, _MISSING, form.missing_where)
             if ("N" in entry) != ("K" in entry):
                 raise _NoRecordError(f"{where} has one of N and K; both or none belong there")
 
@@ -145,10 +155,22 @@ _WANTED: dict[Check, str] = {
     _is_floor: "a number of microseconds or null",
 }
 _META = {"command": _is_text, "commit": _is_text_or_none, "date": _is_text, "versions": _is_object}
-_ROW = {
-    **dict.fromkeys(("kernel", "op", "scheme", "inputs"), _is_name),
-    **{"N": _is_size_or_none, "K": _is_size, "M": _is_size_or_none},
-    **{"us": _is_time, "floor_us": _is_floor, "rel_err": _is_error},
-}
 _MISSING = {"kernel": _is_name, "reason": _is_text}
-_MISSING_WHERE = {"op": _is_name, "N": _is_size_or_none, "K": _is_size, "M": _is_size_or_none}
+KERNELS = RecordForm(
+    "bench kernels",
+    {
+        **dict.fromkeys(("kernel", "op", "scheme", "inputs"), _is_name),
+        **{"N": _is_size_or_none, "K": _is_size, "M": _is_size_or_none},
+        **{"us": _is_time, "floor_us": _is_floor, "rel_err": _is_error},
+    },
+    {"op": _is_name, "N": _is_size_or_none, "K": _is_size, "M": _is_size_or_none},
+)
+EXPERTS = RecordForm(
+    "bench experts",
+    {
+        **dict.fromkeys(("kernel", "model", "gemm", "routing"), _is_name),
+        **dict.fromkeys(("tokens", "E", "top_k", "N", "K"), _is_size),
+        **{"us": _is_time, "rel_err": _is_error},
+    },
+    {**dict.fromkeys(("model", "gemm", "routing"), _is_name), "tokens": _is_size},
+)
