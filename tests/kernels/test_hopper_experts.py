@@ -73,7 +73,8 @@ def test_experts_come_back_and_share_memory(kernel: HopperExperts) -> None:
     prepared = stacked(kernel, 384)
     scheme = scheme_of(kernel)
     generator = torch.Generator().manual_seed(0)
-    for expert, restored in enumerate(kernel.restore(prepared)):
+    for expert, stacked_one in enumerate(prepared.experts):
+        restored = kernel.linear.restore(stacked_one)
         q = quantize(torch.randn(N, 384, generator=generator), scheme.weights)
         assert torch.equal(restored.codes.view(torch.uint8), q.codes.view(torch.uint8))
         assert torch.equal(restored.scales, q.scales)

@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from halfbyte.formats.quantized_tensor import QuantizedTensor
 from halfbyte.kernels.fused import gated, gated_quantize, quantize, routed_inputs, routed_rows
 from halfbyte.kernels.hopper_fp8 import HopperFp8
 from halfbyte.kernels.hopper_fp8_scales import HopperW4A8Fp8Scales
@@ -73,10 +72,6 @@ class HopperExperts(ABC, Generic[LinearKernel]):
     def _alike(self, experts: Sequence[Prepared]) -> Sequence[Prepared]:
         """The same weights in forms of one kind."""
         return experts
-
-    def restore(self, prepared: PreparedExperts) -> list[QuantizedTensor]:
-        """The weights, bit for bit."""
-        return [self.linear.restore(each) for each in prepared.experts]
 
     def run(
         self,

@@ -202,7 +202,8 @@ def test_an_expert_whose_scales_fp16_does_not_hold() -> None:
     assert "row_factors" not in layers[2].tensors
     prepared = of_kernel.kernel.stack(layers)
     assert "row_factors" not in prepared.stacked
-    for layer, restored in zip(layers, of_kernel.kernel.restore(prepared), strict=True):
+    for layer, stacked in zip(layers, prepared.experts, strict=True):
+        restored = of_kernel.kernel.linear.restore(stacked)
         wanted = of_kernel.kernel.linear.restore(layer)
         assert torch.equal(restored.codes, wanted.codes)
         assert torch.equal(restored.scales, wanted.scales)

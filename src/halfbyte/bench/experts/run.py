@@ -24,6 +24,9 @@ from halfbyte.bench.kernels.timing import Call, Replay
 from halfbyte.errors import HalfbyteError
 from halfbyte.matching import matches
 
+Figures = Callable[[str, int], dict[str, Any]]
+"""A row's numbers for a routing and a number of tokens."""
+
 _ROUTINGS_A_LOOP = 8
 _SOAKED_ABOVE_TOKENS = 256
 
@@ -81,11 +84,8 @@ class Comparison:
                 stack = Stack(MIXTURES[model], "gate-up" if gemm == BLOCK else gemm, self._device)
                 for contender in self._contenders:
                     advance(0, f"{model} {gemm} {contender.name}")
-                    where = {"model": model, "gemm": gemm}
-                    if gemm != BLOCK:
-                        self._measure(contender, stack, where)
-                    elif contender.name in ours.OURS:
-                        self._measure_block(contender, stack, where)
+                    if gemm != BLOCK or contender.name in ours.OURS:
+                        self._measure(contender, stack, {"model": model, "gemm": gemm})
                     advance(1)
                 yield self._results
 
@@ -101,65 +101,53 @@ class Comparison:
                         continue  # what is wrong here shows again, and is noted, when the contender is loaded
         compile_all(jobs, advance)
 
-    def _measure_block(self, contender: Contender, stack: Stack, where: dict[str, Any]) -> None:
-        try:
-            block = Block.load(contender.name, contender.scheme, stack.mixture, self._device)
-        except Exception as error:
-            self._results.miss(contender.name, error, **where)
-            return
-        down = Stack(stack.mixture, "down", self._device)
-        for routing in self._request.routings:
-            for tokens in self._request.tokens:
-                here = {**where, "routing": routing, "tokens": tokens}
-                try:
-                    calls, check = block.calls(tokens, routing, stack)
-                    error_found = check()
-                    us = self._best(calls, tokens)
-                    of_products = [
-                        self._timed(loaded, of, routing, tokens)["us"]
-                        for loaded, of in ((block.gate_up, stack), (block.down, down))
-                    ]
-                except Exception as error:
-                    self._results.miss(contender.name, error, **here)
-                    torch.cuda.synchronize()
-                    continue
-                numbers = {
-                    "us": round(us, 3),
-                    "products_us": [round(product, 3) for product in of_products],
-                    "over_products": round(us / sum(of_products), 3),
-                    "rel_err": float(f"{error_found:.3g}"),
-                }
-                self._add(contender, stack, here, numbers)
-        torch.cuda.empty_cache()
-
-    def _best(self, calls: Sequence[Call], tokens: int) -> float:
-        """Microseconds."""
-        replay = Replay(calls, soak=tokens > _SOAKED_ABOVE_TOKENS)
-        return min(replay.one_pass() for _ in range(self._request.passes))
-
-    def _add(self, contender: Contender, stack: Stack, here: dict[str, Any], numbers: dict[str, Any]) -> None:
-        identity = {"kernel": contender.name, "op": "experts", "scheme": contender.scheme}
-        sizes = {"E": stack.mixture.experts, "top_k": stack.mixture.top_k}
-        shape = {"N": stack.shape[0], "K": stack.shape[1]}
-        self._results.rows.append({**identity, **here, **sizes, **shape, **numbers})
-
     def _measure(self, contender: Contender, stack: Stack, where: dict[str, Any]) -> None:
         try:
-            loaded = contender.load(stack)
+            figures = self._figures_of(contender, stack, where["gemm"])
         except Exception as error:  # other people's code
             self._results.miss(contender.name, error, **where)
             return
-        for routing in self._request.routings:
-            for tokens in self._request.tokens:
-                here = {**where, "routing": routing, "tokens": tokens}
-                try:
-                    numbers = self._timed(loaded, stack, routing, tokens)
-                except Exception as error:
-                    self._results.miss(contender.name, error, **here)
-                    torch.cuda.synchronize()  # a GPU that is lost ends the run here
-                    continue
-                self._add(contender, stack, here, numbers)
+        for routing, tokens in product(self._request.routings, self._request.tokens):
+            here = {**where, "routing": routing, "tokens": tokens}
+            try:
+                numbers = figures(routing, tokens)
+            except Exception as error:
+                self._results.miss(contender.name, error, **here)
+                torch.cuda.synchronize()  # a GPU that is lost ends the run here
+                continue
+            identity = {"kernel": contender.name, "op": "experts", "scheme": contender.scheme}
+            sizes = {"E": stack.mixture.experts, "top_k": stack.mixture.top_k}
+            shape = {"N": stack.shape[0], "K": stack.shape[1]}
+            self._results.rows.append({**identity, **here, **sizes, **shape, **numbers})
         torch.cuda.empty_cache()
+
+    def _figures_of(self, contender: Contender, stack: Stack, gemm: str) -> Figures:
+        if gemm != BLOCK:
+            return partial(self._timed, contender.load(stack), stack)
+        block = Block.load(contender.name, contender.scheme, stack.mixture, self._device)
+        return partial(self._timed_block, block, stack, Stack(stack.mixture, "down", self._device))
+
+    def _timed_block(
+        self, block: Block, stack: Stack, down: Stack, routing: str, tokens: int
+    ) -> dict[str, Any]:
+        calls, check = block.calls(tokens, routing, stack)
+        error = check()
+        us = min(self._passes(calls, tokens))
+        of_products = [
+            self._timed(loaded, of, routing, tokens)["us"]
+            for loaded, of in ((block.gate_up, stack), (block.down, down))
+        ]
+        return {
+            "us": round(us, 3),
+            "products_us": of_products,
+            "over_products": round(us / sum(of_products), 3),
+            "rel_err": float(f"{error:.3g}"),
+        }
+
+    def _passes(self, calls: Sequence[Call], tokens: int) -> list[float]:
+        """Microseconds of a call, by each pass."""
+        replay = Replay(calls, soak=tokens > _SOAKED_ABOVE_TOKENS)
+        return [replay.one_pass() for _ in range(self._request.passes)]
 
     def _timed(self, loaded: Loaded, stack: Stack, routing: str, tokens: int) -> dict[str, Any]:
         routings = stack.routings(tokens, routing, _ROUTINGS_A_LOOP)
@@ -167,12 +155,11 @@ class Comparison:
         room = stack.normal(routings[0].ids.numel(), stack.shape[0])
         room.fill_(torch.nan)
         error = relative_error(loaded.call(loaded.copies[0], fed[0], room), loaded, routings[0])
-        calls = [
+        calls: list[Call] = [
             partial(loaded.call, loaded.copies[i % len(loaded.copies)], fed[i % len(fed)], room)
             for i in range(lcm(len(loaded.copies), len(fed)))
         ]
-        replay = Replay(calls, soak=tokens > _SOAKED_ABOVE_TOKENS)
-        times = [replay.one_pass() for _ in range(self._request.passes)]
+        times = self._passes(calls, tokens)
         touched = sum(each.touched for each in routings) / len(routings)
         nbytes = loaded.nbytes / stack.mixture.experts * touched
         best = min(times)

@@ -233,6 +233,11 @@ class Table(Generic[Config]):
         return list(dict.fromkeys([*chosen, *(config.rest for config in chosen if config.rest)]))  # type: ignore[list-item]
 
 
+def for_experts(rows: Sequence[tuple[int, int, int, Config]]) -> Table[Config]:
+    """A table for tiles of so many tokens of one expert, by the output features of all tiles together."""
+    return Table([(*row[:3], replace(row[3], grouped=True)) for row in rows])
+
+
 @cache
 def fitted(config: Config, fmt: BlockFormat) -> Config | None:
     """With as many stages, up to the configuration's own, as fit into shared memory; none where two do not.

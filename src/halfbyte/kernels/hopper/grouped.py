@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -40,14 +40,14 @@ def of_heights(
 def choose(
     table: Table[Config], height: int, runs: Runs, weight: torch.Tensor, inputs: int, fmt: BlockFormat
 ) -> Config:
-    """The table's configuration for tiles of a height. What counts as features are those of all tiles together.
+    """The configuration for tiles of a height. What counts as features are those of all tiles together.
 
     Errors: a height that the kernels are not made for.
     """
     features = runs.most * weight.shape[1] * ROWS
     if height not in HEIGHTS:
         raise HalfbyteError(f"tiles of {height} tokens: accepted heights are {', '.join(map(str, HEIGHTS))}")
-    return replace(table.choose(height, features, inputs, fmt), grouped=True)
+    return table.choose(height, features, inputs, fmt)
 
 
 def feature_shape(weight: torch.Tensor, out: torch.Tensor, runs: Runs | None) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
-from halfbyte.kernels.hopper.config import ANY, WAVE, Table, TileConfig, up
+from halfbyte.kernels.hopper.config import ANY, WAVE, Table, TileConfig, for_experts, up
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ _FEW_TOKENS_OF_EXPERTS = (
     (64, ANY, ANY, W4A16Config(64, 128, stages=6)),
 )
 
-EXPERTS_EXACT = Table(
+EXPERTS_EXACT = for_experts(
     (
         *_FEW_TOKENS_OF_EXPERTS,
         (96, ANY, ANY, W4A16Config(96, 128, stages=4)),
@@ -122,7 +122,7 @@ EXPERTS_EXACT = Table(
 )
 """For experts: tiles of so many tokens of one, and output features of all tiles together."""
 
-EXPERTS_ROUNDED = Table(
+EXPERTS_ROUNDED = for_experts(
     (
         *_FEW_TOKENS_OF_EXPERTS,
         (96, ANY, ANY, W4A16Config(96, 256, stages=3, rounded=True)),

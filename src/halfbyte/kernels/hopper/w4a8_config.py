@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
-from halfbyte.kernels.hopper.config import ANY, WAVE, Table, TileConfig, ceil_div, up
+from halfbyte.kernels.hopper.config import ANY, WAVE, Table, TileConfig, ceil_div, for_experts, up
 
 SUMS_AT_ONCE = 8  # groups whose offsets are multiplied at once
 _ROUND = 8  # blocks of K that are unrolled, where a block is one group
@@ -209,7 +209,7 @@ _FEW_TOKENS_OF_EXPERTS = (
     (48, ANY, ANY, W4A8Config(48, 64, blocks_per_sm=2)),
 )
 
-EXPERTS_FP32 = Table(
+EXPERTS_FP32 = for_experts(
     (
         *_FEW_TOKENS_OF_EXPERTS,
         (64, ANY, ANY, W4A8Config(64, 128, stages=4, stage_blocks=2)),
@@ -219,7 +219,7 @@ EXPERTS_FP32 = Table(
 )
 """For experts: tiles of so many tokens of one, and output features of all tiles together."""
 
-EXPERTS_FP16 = Table(
+EXPERTS_FP16 = for_experts(
     (
         *_FEW_TOKENS_OF_EXPERTS,
         (64, ANY, ANY, _fp16(64, 256, stages=3, stage_blocks=2)),

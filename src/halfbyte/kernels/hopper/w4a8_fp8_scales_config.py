@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.kernels.hopper.blocks import BlockFormat
-from halfbyte.kernels.hopper.config import ANY, WAVE, Table, WholeSumsConfig
+from halfbyte.kernels.hopper.config import ANY, WAVE, Table, WholeSumsConfig, for_experts
 
 _TABLES_BYTES = 256 * 16
 
@@ -66,7 +66,7 @@ TABLE = Table(
 
 _TILE = W4A8Fp8ScalesConfig
 
-EXPERTS = Table(
+EXPERTS = for_experts(
     (
         (8, WAVE // 2, ANY, _TILE(8, 64, split=8, blocks_per_sm=4)),
         (8, WAVE, ANY, _TILE(8, 64, split=4, blocks_per_sm=4)),

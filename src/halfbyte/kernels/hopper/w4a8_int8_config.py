@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfbyte.kernels.hopper.config import ANY, WAVE, Table, WholeSumsConfig
+from halfbyte.kernels.hopper.config import ANY, WAVE, Table, WholeSumsConfig, for_experts
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ TABLE = Table(
     )
 )
 
-EXPERTS = Table(
+EXPERTS = for_experts(
     (
         (8, WAVE // 2, ANY, _TILE(8, 64, split=8, blocks_per_sm=4)),
         (8, WAVE, ANY, _TILE(8, 64, split=4, blocks_per_sm=4)),

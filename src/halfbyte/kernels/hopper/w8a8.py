@@ -11,7 +11,7 @@ from halfbyte.kernels.hopper.fp8_products import run_fp8
 from halfbyte.kernels.hopper.grouped import Runs, choose, of_heights
 from halfbyte.kernels.hopper.operands import NAMES
 from halfbyte.kernels.hopper.w8a8_codes import FORMAT
-from halfbyte.kernels.hopper.w8a8_config import TABLE, W8A8Config
+from halfbyte.kernels.hopper.w8a8_config import EXPERTS, TABLE, W8A8Config
 
 
 @torch.library.custom_op("halfbyte::w8a8_linear", mutates_args=(), device_types="cuda")
@@ -60,7 +60,7 @@ def w8a8_experts(
     out = x.new_empty((x.shape[0], channel_scale.shape[1]), dtype=out_dtype)
     if x.shape[0]:
         for height, of_height in of_heights(runs, tiles, heights, x.shape[0], weight.shape[0]):
-            config = choose(TABLE, height, of_height, weight, x.shape[1], FORMAT)
+            config = choose(EXPERTS, height, of_height, weight, x.shape[1], FORMAT)
             run_w8a8(config, x, x_scale, weight, channel_scale, bias, out, of_height)
     return out
 

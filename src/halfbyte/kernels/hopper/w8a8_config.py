@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.kernels.hopper.blocks import INPUTS, BlockFormat
-from halfbyte.kernels.hopper.config import ANY, WAVE, Table, TileConfig, up
+from halfbyte.kernels.hopper.config import ANY, WAVE, Table, TileConfig, for_experts, up
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ TABLE = Table(
         (ANY, ANY, ANY, _TILE(128, 256, stages=4)),
     )
 )
-"""For a layer's tokens, and for experts: tiles of so many tokens of one, and output features of all tiles together.
+"""For a layer's tokens. Taken over from the kernels for INT4; not measured yet."""
 
-Taken over from the kernels for INT4; not measured yet.
-"""
+EXPERTS = for_experts(TABLE.rows)
+"""The same for experts."""
