@@ -141,3 +141,23 @@ def test_strangers_and_repetitions_add_nothing() -> None:
     for other in (torch.full_like(index[:, 1], -1), torch.full_like(index[:, 1], EXPERTS + 3), index[:, 0]):
         found = experts(x, torch.stack([index[:, 0], other], 1), share)
         torch.testing.assert_close(found, experts(x, index, alone), rtol=1e-4, atol=1e-3)
+
+
+def test_experts_at_once_have_the_biases_that_were_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader replaces parameters; those that the experts were made with have no data."""
+    found: list[ExpertGate] = []
+
+    class Caught(nn.Module):
+        def __init__(self, firsts: object, lasts: object, gate: ExpertGate) -> None:
+            super().__init__()
+            found.append(gate)
+
+    monkeypatch.setattr("halfbyte.layers.experts.cannot_group", lambda *layers: "")
+    monkeypatch.setattr("halfbyte.layers.experts.GroupedExperts", Caught)
+    on_meta = [nn.Parameter(torch.empty(EXPERTS, n, device="meta")) for n in (2 * INNER, HIDDEN)]
+    experts, _ = make(ExpertNames("gate_proj", "up_proj", "down_proj"), ExpertGate(swiglu, False, *on_meta))
+    experts.gate_up_proj_bias = nn.Parameter(torch.ones(EXPERTS, 2 * INNER))
+    experts.down_proj_bias = nn.Parameter(torch.ones(EXPERTS, HIDDEN))
+    assert experts._group(torch.zeros(1, HIDDEN)) == ""
+    assert found[0].up_bias is experts.gate_up_proj_bias
+    assert found[0].down_bias is experts.down_proj_bias

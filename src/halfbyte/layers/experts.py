@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -116,7 +116,9 @@ class QuantExperts(nn.Module):
             layer.place(x.device, x.dtype)
         if reason := cannot_group(firsts, lasts):  # type: ignore[arg-type]  # QuantLinear all, as was just counted
             return reason
-        self.add_module(_GROUPED, GroupedExperts(firsts, lasts, self._gate))  # type: ignore[arg-type]
+        # The biases as they are now: loading has put others in the place of those that the gate came with.
+        gate = replace(self._gate, up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias)
+        self.add_module(_GROUPED, GroupedExperts(firsts, lasts, gate))  # type: ignore[arg-type]
         return ""
 
     def _expert(self, index: int, x: torch.Tensor) -> torch.Tensor:
